@@ -1,0 +1,1 @@
+"""Benchmarks: every method beside what people use today, in one run, as ratios."""

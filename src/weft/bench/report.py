@@ -1,0 +1,102 @@
+"""What a benchmark shows and keeps: a table on the terminal, rows with a header in a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: the row's key, the heading and how a value is written."""
+
+    key: str
+    heading: str
+    form: str
+
+
+@dataclass
+class Report:
+    """Rows of one benchmark. With ``path`` every added row is on disk at once, so that nothing is lost."""
+
+    title: str
+    columns: tuple[Column, ...]
+    path: Path | None
+    shown: bool = True
+    header: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self.path is not None and self.shown:
+            draft = self.path.with_name(self.path.name + ".part")
+            draft.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1))
+            draft.replace(self.path)
+
+    @contextmanager
+    def progress(self, steps: int, label: str) -> Iterator[Callable[[], None]]:
+        """A bar on a terminal, nothing elsewhere."""
+        with Progress(console=Console(stderr=True), disable=not (self.shown and sys.stderr.isatty())) as bar:
+            task = bar.add_task(label, total=steps)
+            yield lambda: bar.advance(task)
+
+    def show(self) -> None:
+        if not self.shown:
+            return
+        table = Table(title=self.title)
+        for column in self.columns:
+            table.add_column(column.heading, justify="left" if column.form == "{}" else "right")
+        group = self.columns[0].key
+        for index, row in enumerate(self.rows):
+            if index and row[group] != self.rows[index - 1][group]:
+                table.add_section()
+            table.add_row(*(column.form.format(row[column.key]) for column in self.columns))
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        if self.path is not None:
+            Console(stderr=True).print(f"written: {self.path}")
+
+
+def describe_machine(**facts: Any) -> dict[str, Any]:
+    """The header of a report: where, with what and from which commit it was measured."""
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        **facts,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    try:
+        git = ["git", "-C", str(here)]
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

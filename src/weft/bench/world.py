@@ -1,0 +1,48 @@
+"""Where a benchmark's ranks come from: torchrun's world if this is one, local processes if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from weft.comm.launch import ProcessWorld, collect, joined_world
+
+
+class Crew(Protocol):
+    """Runs a function on every rank and gives all results to whoever reports."""
+
+    size: int
+    reports: bool
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(axis, *args)`` on every rank, results in rank order."""
+        ...
+
+
+class _Local:
+    reports = True
+
+    def __init__(self, world: ProcessWorld) -> None:
+        self.size, self.run = world.size, world.run
+
+
+class _Joined:
+    def __init__(self, axis: Any) -> None:
+        self._axis, self.size, self.reports = axis, axis.size, axis.rank == 0
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return collect(self._axis, fn(self._axis, *args))
+
+
+@contextmanager
+def crew(ranks: int | None) -> Iterator[Crew]:
+    """``ranks`` local Gloo processes, or under torchrun the ranks it started."""
+    with joined_world() as axis:
+        if axis is not None:
+            if ranks is not None and ranks != axis.size:
+                raise ValueError(f"--ranks {ranks} does not fit the {axis.size} ranks torchrun started; leave it out")
+            yield _Joined(axis)
+            return
+    with ProcessWorld(ranks or 4) as world:
+        yield _Local(world)

@@ -1,0 +1,85 @@
+"""The command line: weft bench SUITE, weft trace SCHEDULE."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tyro
+
+from weft.bench import scan, trace
+from weft.bench.report import Report, describe_machine
+from weft.bench.world import crew
+from weft.comm import Machine
+
+
+def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int = 15, calls: int = 5) -> None:
+    """Every scan schedule at several state sizes on real processes, beside its hand-written version.
+
+    A time is the median over repeats of the slowest rank. "x by hand" compares with the same rounds and bytes
+    written straight on Gloo. Bytes (of the rank that sends most) and rounds are counted by the ledger. The error
+    is against a serial fold in fp64. Ctrl-C keeps what was measured; under torchrun its ranks are used.
+
+    Args:
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        calls: Calls in one sample.
+    """
+    with crew(ranks) as world:
+        header = describe_machine(bench="scan", ranks=world.size, repeats=repeats, calls=calls)
+        title = f"exclusive scan on {world.size} ranks, fp32 states with a scalar decay"
+        report = Report(title, scan.COLUMNS, json, world.reports, header)
+        try:
+            scan.run(world, report, repeats, calls)
+        except KeyboardInterrupt:
+            print("stopped: the rows measured so far follow", file=sys.stderr)
+        report.show()
+
+
+def trace_scan(
+    out: Path,
+    method: str = "doubling",
+    ranks: int = 8,
+    heads: int = 16,
+    keys: int = 128,
+    values: int = 128,
+    latency: float = 5e-6,
+    bandwidth: float = 25e9,
+    flops: float = float("inf"),
+    memory_bandwidth: float = float("inf"),
+) -> None:
+    """Run one scan in virtual time and write its timeline for ui.perfetto.dev.
+
+    Args:
+        out: The trace file to write.
+        method: A schedule: ring, gather, pipeline, tree, doubling or transpose.
+        ranks: Ranks of the virtual world.
+        heads: States a rank holds, each keys x values in fp32.
+        keys: K of the state.
+        values: V of the state.
+        latency: Seconds a message is on its way.
+        bandwidth: Bytes per second of a rank's link.
+        flops: FLOP per second of local products.
+        memory_bandwidth: Bytes per second of local operators.
+    """
+    machine = Machine(latency, bandwidth, flops, memory_bandwidth)
+    run = trace.trace_scan(machine, ranks, method, (heads, keys, values))
+    run.timeline.save_trace(out)
+    print(f"{method} on {ranks} ranks: {run.elapsed:.3e} virtual s, {run.timeline.rounds} rounds; written: {out}")
+
+
+def main() -> None:
+    """Entry point of the ``weft`` command."""
+    bench = tyro.extras.SubcommandApp()
+    bench.command(bench_scan, name="scan")
+    traces = tyro.extras.SubcommandApp()
+    traces.command(trace_scan, name="scan")
+    app = tyro.extras.SubcommandApp()
+    app.command(bench, name="bench")
+    app.command(traces, name="trace")
+    try:
+        app.cli(prog="weft", description="Distributed training operations, measured and simulated.")
+    except (ValueError, TypeError) as error:
+        print(f"weft: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,120 @@
+"""Local operators in virtual time: what they cost, and meta tensors that are not worked out a thousand times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from weft.comm.machine import Machine
+
+# An operator on meta tensors: the seconds it costs, and its outputs as (shape, stride, dtype); None where it
+# writes into an argument and its outputs are that argument.
+_Known = tuple[float, list[tuple[Any, ...]] | None]
+
+
+class CostMode(TorchDispatchMode):
+    """Calls ``spend(name, seconds)`` for every operator: the longer of its FLOPs and its memory traffic.
+
+    Working out a meta operator takes torch some 200 microseconds and every rank repeats the same ones, so
+    their outcomes are kept in ``known``, which the ranks of a world share.
+    """
+
+    def __init__(self, machine: Machine, spend: Callable[[str, float], None], known: dict[Any, _Known]) -> None:
+        super().__init__()
+        self._machine, self._spend, self._known = machine, spend, known
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's default wraps every dispatch and imports the compiler for it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _touches_memory(func):
+            return func(*args, **kwargs)
+        key = (func, _describe(args), _describe(tuple(kwargs.items()))) if _on_meta(args) else None
+        if key in self._known:
+            seconds, outputs = self._known[key]
+            out = _written(func, args, kwargs) if outputs is None else _rebuild(outputs)
+        else:
+            out = func(*args, **kwargs)
+            seconds = self._cost(func, args, kwargs, out)
+            if key is not None:
+                self._remember(key, func, seconds, out)
+        if seconds > 0:
+            self._spend(func._overloadpacket.__name__, seconds)
+        return out
+
+    def _cost(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        if not self._machine.counts_operators:
+            return 0.0
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=out) if count else 0
+        touched = sum(t.numel() * t.element_size() for t in _tensors((args, tuple(kwargs.values()), out)))
+        return self._machine.operator_seconds(flops, touched)
+
+    def _remember(self, key: Any, func: Any, seconds: float, out: Any) -> None:
+        if _writes(func):
+            if len(func._schema.returns) == 1:
+                self._known[key] = seconds, None
+            return
+        outputs = list(out) if isinstance(out, tuple | list) else [out]
+        if all(isinstance(t, torch.Tensor) and t.is_meta for t in outputs) and isinstance(out, torch.Tensor | tuple):
+            self._known[key] = seconds, [(t.shape, t.stride(), t.dtype) for t in outputs]
+
+
+_memory: dict[Any, bool] = {}
+
+
+def _touches_memory(func: Any) -> bool:
+    """False for views (an alias that is not written) and for bare allocations."""
+    if func not in _memory:
+        returns = func._schema.returns
+        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        bare = func._overloadpacket.__name__.startswith(("empty", "new_empty", "detach"))
+        _memory[func] = not is_view and not bare
+    return _memory[func]
+
+
+def _writes(func: Any) -> bool:
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return kwargs[argument.name] if argument.name in kwargs else args[position]
+    raise AssertionError(f"{func} writes nothing")
+
+
+def _rebuild(outputs: list[tuple[Any, ...]]) -> Any:
+    built = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in outputs]
+    return built[0] if len(built) == 1 else tuple(built)
+
+
+def _on_meta(args: Any) -> bool:
+    found = False
+    for tensor in _tensors(args):
+        if not tensor.is_meta:
+            return False
+        found = True
+    return found
+
+
+def _describe(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.stride(), tree.dtype
+    if isinstance(tree, tuple | list):
+        return tuple(_describe(branch) for branch in tree)
+    return tree
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from _tensors(branch)

@@ -1,0 +1,138 @@
+"""Real ranks: the only place that calls torch.distributed."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.axis import Axis
+from weft.comm.lane import StreamLane, ThreadLane
+from weft.comm.watch import Watch
+from weft.comm.wire import Message, Pending, SoloWire
+from weft.errors import Call
+
+T = TypeVar("T")
+
+_axes: weakref.WeakKeyDictionary[Any, Axis] = weakref.WeakKeyDictionary()
+_generations: dict[str, int] = {}  # how often a group of this name has been seen, to keep store keys apart
+
+
+def axis_of(group: Any) -> Axis:
+    """The axis of a ProcessGroup, a 1-D DeviceMesh or None (WORLD, or a world of one). Always the same one."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"Axis.of: the mesh has {group.ndim} dimensions {group.mesh_dim_names or tuple(group.shape)}; "
+                f"pass one of them, for example mesh['sequence']"
+            )
+        group = group.get_group()
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Axis.over(SoloWire())
+        group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("Axis.of: this rank is not a member of the group; call it on the group's ranks only")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"Axis.of: group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got {type(group).__name__}"
+        )
+    if group not in _axes:
+        _axes[group] = Axis.over(DistWire(group), name=f"group {group.group_name}")
+    return _axes[group]
+
+
+class DistWire:
+    """A torch.distributed process group. Every message is point-to-point.
+
+    On Gloo a fan-out of point-to-point messages is faster than its collectives, carries only what is needed,
+    and takes a tag. On NCCL (untested here) the messages of one exchange are grouped into one call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.size = group.rank(), group.size()
+        self._grouped = dist.get_backend(group) == "nccl"
+        generation = _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
+        store = dist.PrefixStore(f"weft/{group.group_name}/{generation}", dist.distributed_c10d._get_default_store())
+        self._watch = Watch(self.rank, self.size, store, group_timeout(group), self._close)
+        self._thread_lane = ThreadLane(f"weft lane of group {group.group_name}")
+        self._stream_lanes: dict[torch.device, StreamLane] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None, "an axis does not outlive its process group"
+        return group
+
+    def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
+        if not sends and not receives:
+            return Pending(lambda: None)
+        group = self.group
+        if self._grouped:
+            operations = [
+                dist.P2POp(op, tensor, group=group, group_peer=peer)
+                for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+                for peer, tensor in messages
+            ]
+            works = dist.batch_isend_irecv(operations)
+            return Pending(lambda: _wait_all(works))
+        peers = [peer for peer, _ in [*receives, *sends]]
+        with self._watch.over(call, peers, waits=False):
+            # Receives first: a message that finds its buffer ready needs no handshake.
+            works = [group.recv([buffer], peer, call.tag) for peer, buffer in receives]
+            works += [group.send([tensor], peer, call.tag) for peer, tensor in sends]
+
+        def finish() -> None:
+            with self._watch.over(call, peers):
+                _wait_all(works)
+
+        return Pending(finish)
+
+    def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
+        if device.type != "cuda":
+            return self._thread_lane.start(schedule)
+        if device not in self._stream_lanes:
+            self._stream_lanes[device] = StreamLane(device)
+        return self._stream_lanes[device].start(schedule)
+
+    def announce(self, call: Call, members: Sequence[int]) -> None:
+        self._watch.announce(call)
+
+    def agree(self, call: Call, members: Sequence[int]) -> None:
+        self._watch.agree(call, members)
+
+    def refuse(self, call: Call) -> None:
+        self._watch.refuse(call)
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def _close(self) -> None:
+        """Make every wait on this Gloo group end: a receive that times out closes the group's connections."""
+        try:
+            peer = (self.rank + 1) % self.size
+            self.group.recv([torch.empty(1)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+
+def _wait_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's operations may take: torch has no public name for it."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return dist.default_pg_timeout

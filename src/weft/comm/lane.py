@@ -1,0 +1,79 @@
+"""Lanes of real devices: where a multi-round schedule runs while the main computation goes on.
+
+On CPU a background thread, on CUDA a side stream. (In a virtual world it is a forked clock: `virtual`.)
+Schedules started on one lane run in the order they were started, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from weft.comm.wire import Pending
+
+T = TypeVar("T")
+
+
+class ThreadLane:
+    """A background thread, started with its first schedule. It never keeps the process from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, schedule: Callable[[], T]) -> Pending[T]:
+        done = threading.Event()
+        outcome: dict[str, Any] = {}
+
+        def job() -> None:
+            try:
+                with torch.no_grad():
+                    outcome["value"] = schedule()
+            except BaseException as error:  # raised in the caller, who waits for it
+                outcome["error"] = error
+            done.set()
+
+        def finish() -> T:
+            done.wait()  # ends: every wait inside the schedule has the group's timeout
+            if "error" in outcome:
+                raise outcome["error"]
+            return outcome["value"]
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+        return Pending(finish)
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+class StreamLane:
+    """A side stream. Untested here: no CUDA device on the machines this is developed on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, schedule: Callable[[], T]) -> Pending[T]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            value = schedule()
+
+        def finish() -> T:
+            # Holding `schedule` until here keeps its inputs alive while the side stream reads them.
+            assert schedule is not None
+            main = torch.cuda.current_stream(self._stream.device)
+            main.wait_stream(self._stream)
+            for tensor in value if isinstance(value, tuple | list) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(main)
+            return value
+
+        return Pending(finish)

@@ -1,0 +1,136 @@
+"""Threads that run one at a time, in the order of their virtual clocks.
+
+Each rank (and each lane of it) is a task with a clock and a thread of its own. Exactly one holds the baton;
+it hands it on when it has to wait, always to the ready task whose clock is behind all others. So runs
+repeat exactly, link times are given out in time order, and "nobody is ready" is a deadlock, found at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable
+
+from weft.errors import name_failing_rank
+
+
+class Abandoned(BaseException):
+    """Ends a task whose world has failed. Not an Exception: user code must not catch it by accident."""
+
+
+class Task:
+    """One thread of a virtual rank."""
+
+    __slots__ = ("rank", "clock", "baton", "body", "started", "waits_for", "watchers", "over")
+
+    def __init__(self, rank: int, clock: float, body: Callable[[], None]) -> None:
+        self.rank, self.clock, self.body = rank, clock, body
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.started = self.over = False
+        self.waits_for: Callable[[], str] | None = None
+        self.watchers: list[Task] = []  # tasks that wait for the end of this one
+
+
+class Scheduler:
+    """Hands the baton from task to task until all have ended."""
+
+    def __init__(self, size: int, explain_deadlock: Callable[[list[Task]], Exception]) -> None:
+        self.failure: BaseException | None = None
+        self._size = size
+        self._explain_deadlock = explain_deadlock
+        self._ready: list[tuple[float, int, Task]] = []
+        self._serial = 0
+        self._blocked: dict[int, Task] = {}
+        self._finished = threading.Lock()
+        self._finished.acquire()
+        self._local = threading.local()
+
+    @property
+    def current(self) -> Task:
+        return self._local.task
+
+    def spawn(self, rank: int, clock: float, body: Callable[[], None]) -> Task:
+        """A new task that is ready to run; it starts when its turn comes."""
+        task = Task(rank, clock, body)
+        self._push(task)
+        return task
+
+    def run(self) -> None:
+        """Run until every task has ended; raise what made one fail, with its rank."""
+        self._hand_on()
+        try:
+            self._finished.acquire()
+        except KeyboardInterrupt as error:
+            self.failure = self.failure or error
+            self._finished.acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def give_way(self) -> None:
+        """Let every task that is behind in time go first."""
+        task = self.current
+        if self._ready and self._ready[0][0] < task.clock:
+            self._push(task)
+            self._pass_baton(task)
+
+    def block(self, waits_for: Callable[[], str]) -> None:
+        """Stop the current task until `wake`. ``waits_for`` says what for, in a deadlock's message."""
+        task = self.current
+        task.waits_for = waits_for
+        self._blocked[id(task)] = task
+        self._pass_baton(task)
+
+    def wake(self, task: Task) -> None:
+        """Make a blocked task ready again; it runs when its turn comes."""
+        del self._blocked[id(task)]
+        task.waits_for = None
+        self._push(task)
+
+    def join(self, task: Task) -> None:
+        """Wait for the end of a lane; the waiter's clock is then at least the lane's."""
+        if not task.over:
+            task.watchers.append(self.current)
+            self.block(lambda: "for its lane to end")
+        self.current.clock = max(self.current.clock, task.clock)
+
+    def _push(self, task: Task) -> None:
+        self._serial += 1
+        heapq.heappush(self._ready, (task.clock, self._serial, task))
+
+    def _pass_baton(self, task: Task) -> None:
+        self._hand_on()
+        task.baton.acquire()
+        if self.failure is not None:
+            raise Abandoned
+
+    def _hand_on(self) -> None:
+        if not self._ready and self._blocked:
+            if self.failure is None:
+                self.failure = self._explain_deadlock(list(self._blocked.values()))
+            self.wake(next(iter(self._blocked.values())))  # to unwind it
+        if not self._ready:
+            self._finished.release()
+            return
+        task = heapq.heappop(self._ready)[2]
+        if task.started:
+            task.baton.release()
+        else:
+            task.started = True
+            threading.Thread(target=self._live, args=(task,), name=f"rank {task.rank}", daemon=True).start()
+
+    def _live(self, task: Task) -> None:
+        self._local.task = task
+        try:
+            if self.failure is None:
+                task.body()
+        except Abandoned:
+            pass
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = name_failing_rank(error, task.rank, self._size)
+        task.over = True
+        for watcher in task.watchers:
+            if id(watcher) in self._blocked:
+                self.wake(watcher)
+        self._hand_on()

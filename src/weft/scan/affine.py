@@ -1,0 +1,129 @@
+"""`Affine`: what a rank's tokens do to the state that enters it, as one contiguous buffer ready to send."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Kind = Literal["none", "scalar", "vector", "dense"]
+
+
+class Affine:
+    """The map S -> A S + B of a state ``[..., K, V]``.
+
+    | kind   | decay held         | A                                    |
+    |--------|--------------------|--------------------------------------|
+    | none   | nothing            | 1                                    |
+    | scalar | log, ``[...]``     | exp(log), one number a leading index |
+    | vector | log, ``[..., K]``  | diag(exp(log)), scales the rows      |
+    | dense  | ``[..., K, K]``    | the matrix itself                    |
+
+    ``flat`` holds B and then the decay, so that a map is one message and its B alone is a prefix of it.
+    Logs are only ever added: nothing divides by a decay, and a log of -inf (decay 0) is exact.
+    """
+
+    __slots__ = ("kind", "flat", "state", "decay")
+
+    def __init__(self, kind: Kind, flat: Tensor, state: Tensor, decay: Tensor | None) -> None:
+        self.kind, self.flat, self.state, self.decay = kind, flat, state, decay
+
+    @staticmethod
+    def from_flat(kind: Kind, flat: Tensor, shape: torch.Size) -> Affine:
+        """The map that ``flat`` holds, for a state of this shape."""
+        count = math.prod(shape)
+        decay = None if kind == "none" else flat[count:].view(_decay_shape(kind, shape))
+        return Affine(kind, flat, flat[:count].view(shape), decay)
+
+    @staticmethod
+    def of_rows(rows: Tensor, logs: Tensor) -> Affine:
+        """A vector map of rows ``[R, V]`` and logs ``[R]`` that stay where they are; only its state can be sent."""
+        return Affine("vector", rows.view(-1), rows, logs)
+
+    @staticmethod
+    def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Affine:
+        """The map with this B and this decay, in the dtype of ``state``."""
+        state = state.detach()
+        decay = log_decay if transition is None else transition
+        if decay is None:
+            return Affine.from_flat("none", state.contiguous().view(-1), state.shape)
+        kind: Kind = "dense" if transition is not None else "scalar" if decay.ndim == state.ndim - 2 else "vector"
+        flat = torch.cat([state.reshape(-1), decay.detach().to(state.dtype).reshape(-1)])
+        return Affine.from_flat(kind, flat, state.shape)
+
+    def empty_like(self) -> Affine:
+        """A map of the same form to receive into."""
+        flat = torch.empty(self.flat.shape, dtype=self.flat.dtype, device=self.flat.device)
+        return Affine.from_flat(self.kind, flat, self.state.shape)
+
+    @property
+    def state_flat(self) -> Tensor:
+        """B alone, as a message."""
+        return self.flat[: self.state.numel()]
+
+    def apply(self, state: Tensor | None) -> Tensor:
+        """A state + B, in a new tensor; None is the zero state (and gives B itself)."""
+        if state is None:
+            return self.state
+        return self._apply_into(state, torch.empty(self.state.shape, dtype=self.state.dtype, device=self.state.device))
+
+    def _apply_into(self, state: Tensor, out: Tensor) -> Tensor:
+        if _is_idle(out):
+            return out
+        if self.decay is None:
+            return torch.add(self.state, state, out=out)
+        if self.kind == "dense":
+            return torch.matmul(self.decay, state, out=out).add_(self.state)
+        return torch.addcmul(self.state, _over_rows(self.decay.exp(), self.state), state, out=out)
+
+    def then(self, later: Affine) -> Affine:
+        """First this map, then ``later``: (A2 A1, A2 B1 + B2). Associative; for dense maps not commutative."""
+        both = later.empty_like()
+        later._apply_into(self.state, both.state)
+        if self.decay is not None and later.decay is not None and both.decay is not None and not _is_idle(both.flat):
+            if self.kind == "dense":
+                torch.matmul(later.decay, self.decay, out=both.decay)
+            else:
+                torch.add(self.decay, later.decay, out=both.decay)
+        return both
+
+    def cut(self, blocks: int) -> list[Affine]:
+        """The map in independent pieces of about equal size, each contiguous.
+
+        Rows do not mix unless the map is dense; then columns do not. Without copies except for columns.
+        """
+        if self.kind == "dense":
+            return [Affine.of(part, transition=self.decay) for part in self.state.tensor_split(blocks, dim=-1)]
+        keys, values = self.state.shape[-2:]
+        rows = self.state.reshape(-1, values)
+        if self.decay is None:
+            return [Affine.of(part) for part in rows.tensor_split(blocks)]
+        logs = self.decay.reshape(-1)
+        logs = logs.repeat_interleave(keys) if self.kind == "scalar" else logs
+        pieces = zip(rows.tensor_split(blocks), logs.tensor_split(blocks), strict=True)
+        return [Affine.of_rows(part, log) for part, log in pieces]
+
+    def join(self, states: list[Tensor]) -> Tensor:
+        """The states of the pieces of `cut`, put together again."""
+        if self.kind == "dense":
+            return torch.cat(states, dim=-1)
+        return torch.cat(states).view(self.state.shape)
+
+
+def _is_idle(out: Tensor) -> bool:
+    """A meta tensor while nobody counts operators: torch would take 200 us to compute nothing."""
+    return out.is_meta and not is_in_torch_dispatch_mode()
+
+
+def _decay_shape(kind: Kind, shape: torch.Size) -> tuple[int, ...]:
+    if kind == "scalar":
+        return tuple(shape[:-2])
+    return tuple(shape[:-1]) if kind == "vector" else (*shape[:-1], shape[-2])
+
+
+def _over_rows(decay: Tensor, state: Tensor) -> Tensor:
+    """A decay of ``[...]`` or ``[..., K]`` with the dimensions it lacks of ``[..., K, V]``."""
+    return decay.view(*decay.shape, *(1,) * (state.ndim - decay.ndim))

@@ -1,0 +1,140 @@
+"""`exclusive_scan`: the public operation, its checks and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.scan.affine import Affine
+from weft.scan.methods import METHODS
+
+
+def exclusive_scan(
+    state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    transition: Tensor | None = None,
+    group: Any = None,
+    method: str = "doubling",
+    reverse: bool = False,
+    blocks: int | None = None,
+) -> Tensor:
+    """The state entering this rank, where each rank turns S into A S + ``state``.
+
+    | argument     | shape                          | A                                        |
+    |--------------|--------------------------------|------------------------------------------|
+    | (neither)    |                                | 1                                        |
+    | `log_decay`  | ``state.shape[:-2]``           | exp(log_decay), one number a state       |
+    | `log_decay`  | ``state.shape[:-1]``           | diag(exp(log_decay)), one number a key   |
+    | `transition` | ``[..., K, K]``                | the matrix                               |
+
+    state: ``[..., K, V]``, the same shape and dtype on every rank of ``group``. Returns a tensor like it:
+    zeros on the first rank, on rank r the maps of ranks 0 .. r-1 applied in order to zeros. With
+    ``reverse=True`` zeros on the last rank, and the maps of ranks P-1 .. r+1 with transposed transitions, as a
+    gradient travels. Differentiable in all three; the gradient is the scan in the other direction, by the
+    same method. Computed and sent in fp32 (fp64 for fp64).
+
+    What crosses ranks depends on ``method``, a name of `weft.scan.METHODS`; ``blocks`` is how many pieces
+    ``pipeline`` cuts the state into (at most one a row; dense transitions: a column).
+
+    >>> exclusive_scan(torch.ones(2, 3)).sum()          # a world of one: nothing enters
+    tensor(0.)
+    """
+    axis = Axis.of(group)
+    if fault := _find_fault(axis.rank, state, log_decay, transition, method, blocks):
+        axis.refuse("exclusive_scan", fault)
+    return ExclusiveScan.apply(state, log_decay, transition, axis, method, blocks, reverse)
+
+
+class ExclusiveScan(torch.autograd.Function):
+    """Exclusive prefix (or suffix, transposed) over ranks. The two are each other's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        state: Tensor,
+        log_decay: Tensor | None,
+        transition: Tensor | None,
+        axis: Axis,
+        method: str,
+        blocks: int | None,
+        reverse: bool,
+    ) -> Tensor:
+        decay = log_decay if transition is None else transition
+        call = axis.begin(
+            "exclusive_scan",
+            method=method,
+            state=state.shape,
+            dtype=state.dtype,
+            decay="none" if decay is None else decay.shape,
+            transition=transition is not None,
+            reverse=reverse,
+            blocks=blocks,
+            gradient=any(ctx.needs_input_grad),
+        )
+        wide = torch.promote_types(state.dtype, torch.float32)
+        if reverse:
+            call = call.reversed()
+            transition = None if transition is None else transition.mT
+        local = Affine.of(state.to(wide), log_decay, transition)
+        entering = METHODS[method](call, local, blocks) if axis.size > 1 else None
+        result = state.new_zeros(state.shape) if entering is None else entering.to(state.dtype)
+        ctx.save_for_backward(log_decay, transition if not reverse or transition is None else transition.mT, result)
+        ctx.how = axis, method, blocks, reverse
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With E the prefix and D the suffix: d state = the other scan, d A = D E^T (or its part in the logs)."""
+        log_decay, transition, result = ctx.saved_tensors
+        axis, method, blocks, reverse = ctx.how
+        other = ExclusiveScan.apply(grad, log_decay, transition, axis, method, blocks, not reverse)
+        prefix, suffix = (other, result) if reverse else (result, other)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        prefix, suffix = prefix.to(wide), suffix.to(wide)
+        grad_log = grad_transition = None
+        if log_decay is not None and ctx.needs_input_grad[1]:
+            products = (prefix * suffix).sum(-1)  # [..., K]
+            if log_decay.ndim == prefix.ndim - 2:
+                products = products.sum(-1)
+            grad_log = (products * log_decay.to(wide).exp()).to(log_decay.dtype)
+        if transition is not None and ctx.needs_input_grad[2]:
+            grad_transition = (suffix @ prefix.mT).to(transition.dtype)
+        return other, grad_log, grad_transition, None, None, None, None
+
+
+def _find_fault(
+    rank: int, state: Tensor, log_decay: Tensor | None, transition: Tensor | None, method: str, blocks: int | None
+) -> Exception | None:
+    where = f"(rank {rank})"
+    for name, tensor in (("state", state), ("log_decay", log_decay), ("transition", transition)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            return TypeError(f"exclusive_scan: {name} must be a tensor, got {type(tensor).__name__} {where}")
+        if tensor is not None and not tensor.is_floating_point():
+            return TypeError(f"exclusive_scan: {name} must be of a floating dtype, got {tensor.dtype} {where}")
+        if tensor is not None and tensor.device != state.device:
+            return ValueError(f"exclusive_scan: {name} is on {tensor.device}, state on {state.device} {where}")
+    if state.ndim < 2:
+        return ValueError(f"exclusive_scan: state must be [..., K, V], got {list(state.shape)} {where}")
+    if log_decay is not None and transition is not None:
+        return ValueError(f"exclusive_scan: give log_decay or transition, not both {where}")
+    if log_decay is not None and log_decay.shape not in (state.shape[:-2], state.shape[:-1]):
+        return ValueError(
+            f"exclusive_scan: log_decay {list(log_decay.shape)} fits neither a scalar {list(state.shape[:-2])} nor a "
+            f"vector {list(state.shape[:-1])} for state {list(state.shape)} {where}"
+        )
+    if transition is not None and transition.shape != (*state.shape[:-1], state.shape[-2]):
+        return ValueError(
+            f"exclusive_scan: transition must be {[*state.shape[:-1], state.shape[-2]]} for state "
+            f"{list(state.shape)}, got {list(transition.shape)} {where}"
+        )
+    if method not in METHODS:
+        return ValueError(f"exclusive_scan: method {method!r} is not one of {', '.join(METHODS)} {where}")
+    if blocks is not None and method != "pipeline":
+        return ValueError(f"exclusive_scan: blocks={blocks} is for method 'pipeline' only, not {method!r} {where}")
+    if blocks is not None and blocks < 1:
+        return ValueError(f"exclusive_scan: blocks must be at least 1, got {blocks} {where}")
+    return None

@@ -1,0 +1,83 @@
+"""Rounds and bytes of every schedule, counted by running it in virtual time."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+import weft
+from weft.scan import METHODS
+
+INF = math.inf
+STATE = (4, 8, 4)
+BYTES = 4 * math.prod(STATE)
+
+
+def run(method: str, size: int, machine: weft.Machine, blocks: int | None = None, decay: bool = False):
+    def program(axis: weft.Axis) -> torch.Tensor:
+        state = torch.empty(STATE, device="meta")
+        log = torch.empty(STATE[:-2], device="meta") if decay else None
+        return weft.exclusive_scan(state, log_decay=log, method=method, blocks=blocks, group=axis)
+
+    return weft.VirtualWorld(size, machine).run(program)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 13, 16, 33])
+def test_elapsed_is_the_number_of_rounds_when_only_latency_costs(size: int) -> None:
+    log = math.ceil(math.log2(size))
+    rounds = {method: run(method, size, weft.Machine(1.0, INF)).elapsed for method in METHODS}
+    assert rounds.pop("tree") <= 2 * log + 1
+    assert rounds == {"ring": size - 1, "pipeline": size - 1, "doubling": log, "transpose": 2, "gather": 1}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_the_ledger_counts_the_same_rounds_without_a_clock(method: str, size: int) -> None:
+    timed = run(method, size, weft.Machine(1.0, INF))
+    assert weft.VirtualWorld(size).run(
+        lambda axis: weft.exclusive_scan(torch.ones(STATE), method=method, group=axis)
+    ).timeline.rounds == int(timed.elapsed)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 13])
+def test_elapsed_when_only_bytes_cost(size: int) -> None:
+    machine, log = weft.Machine(0.0, 1.0), math.ceil(math.log2(size))
+    assert run("ring", size, machine).elapsed == (size - 1) * BYTES
+    assert run("doubling", size, machine).elapsed == log * BYTES
+    assert run("gather", size, machine).elapsed == (size - 1) * BYTES
+    for blocks in (1, 2, 4, 8):
+        assert run("pipeline", size, machine, blocks).elapsed == (size - 1 + blocks - 1) * BYTES / blocks
+    assert run("transpose", size, machine).elapsed <= 2 * BYTES
+
+
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 8, 13])
+def test_bytes_sent_by_each_rank(size: int, decay: bool) -> None:
+    one_map = BYTES + (4 * STATE[0] if decay else 0)
+    most = {"ring": 1, "pipeline": 1, "doubling": math.ceil(math.log2(size)), "transpose": 2, "gather": size - 1}
+    for method, maps in most.items():
+        for ledger in run(method, size, weft.Machine(1.0, 1.0), decay=decay).ledgers:
+            assert ledger.bytes_sent <= maps * one_map, method
+
+
+def test_what_is_sent_is_received() -> None:
+    for method in METHODS:
+        ledgers = run(method, 7, weft.Machine(1.0, 1.0), decay=True).ledgers
+        assert sum(one.bytes_sent for one in ledgers) == sum(one.bytes_received for one in ledgers) > 0
+
+
+def test_a_thousand_ranks_in_seconds() -> None:
+    start = time.perf_counter()
+    machine = weft.Machine(1e-6, 1e9)
+    result = weft.VirtualWorld(1024, machine).run(
+        lambda axis: weft.exclusive_scan(
+            torch.empty(8, 64, 64, device="meta"), log_decay=torch.empty(8, device="meta"), group=axis
+        )
+    )
+    seconds = time.perf_counter() - start
+    state = 8 * 64 * 64 * 4
+    assert result.elapsed == pytest.approx(10 * 1e-6 + (10 * state + 9 * 32) / 1e9)
+    assert seconds < 5
