@@ -34,12 +34,20 @@ def test_dense_maps_do_not_commute(seed: int) -> None:
 
 @given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(0, 100))
 def test_pieces_are_independent(kind: str, blocks: int, seed: int) -> None:
-    whole = maps(kind, "slow", seed)[0]
-    entering = maps(kind, "slow", seed + 1)[0].state
-    like = Affine.of(entering)
+    one, other, _ = maps(kind, "slow", seed)
+    entering = other.state
+    wanted = one.apply(entering)
     if kind == "dense":
-        parts = [part.contiguous() for part in entering.tensor_split(blocks, dim=-1)]
+        parts, wholes = entering.tensor_split(blocks, dim=-1), wanted.tensor_split(blocks, dim=-1)
     else:
-        parts = [part.state for part in like.cut(blocks)]
-    out = whole.join([piece.apply(part) for piece, part in zip(whole.cut(blocks), parts, strict=True)])
-    assert relative_error(out, whole.apply(entering)) < 1e-12
+        parts, wholes = (t.view(-1, 4).tensor_split(blocks) for t in (entering, wanted))
+    for piece, part, true in zip(one.cut(blocks), parts, wholes, strict=True):
+        assert relative_error(piece.apply(part.contiguous().view(piece.state.shape)).view(true.shape), true) < 1e-12
+
+
+def test_a_map_is_packed_into_one_message_and_read_back() -> None:
+    for kind in KINDS:
+        one = maps(kind, "slow", 5)[0]
+        again = Affine.from_flat(kind, one.flat.clone(), one.state.shape)
+        assert torch.equal(again.state, one.state) and torch.equal(one.flat[: one.state.numel()], one.state_flat)
+        assert one.decay is None or torch.equal(again.decay, one.decay)

@@ -72,12 +72,12 @@ def trace_scan(
 def main() -> None:
     """Entry point of the ``weft`` command."""
     bench = tyro.extras.SubcommandApp()
-    bench.command(bench_scan, name="scan")
+    bench.command(name="scan")(bench_scan)
     traces = tyro.extras.SubcommandApp()
-    traces.command(trace_scan, name="scan")
+    traces.command(name="scan")(trace_scan)
     app = tyro.extras.SubcommandApp()
-    app.command(bench, name="bench")
-    app.command(traces, name="trace")
+    app.command(bench, name="bench", help="Measure weft beside what people use today.")
+    app.command(traces, name="trace", help="Simulate an operation and write its timeline.")
     try:
         app.cli(prog="weft", description="Distributed training operations, measured and simulated.")
     except (ValueError, TypeError) as error:

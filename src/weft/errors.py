@@ -73,9 +73,11 @@ def describe_disagreement(calls: Mapping[int, Call], size: int) -> str | None:
             distinct.append((calls[rank], [rank]))
     if len(distinct) < 2:
         return None
-    for call, ranks in distinct:
-        if REFUSED in dict(call.facts):
-            return f"{dict(call.facts)[REFUSED]}; raised on every rank because of {name_ranks(ranks)}"
+    refused = [(dict(call.facts)[REFUSED], ranks) for call, ranks in distinct if REFUSED in dict(call.facts)]
+    if refused:
+        return (
+            f"{refused[0][0]}; raised on every rank because of {name_ranks(r for _, ranks in refused for r in ranks)}"
+        )
     first = distinct[0][0]
     same_operation = all(call.operation == first.operation for call, _ in distinct)
     shown = []

@@ -44,5 +44,5 @@ def crew(ranks: int | None) -> Iterator[Crew]:
                 raise ValueError(f"--ranks {ranks} does not fit the {axis.size} ranks torchrun started; leave it out")
             yield _Joined(axis)
             return
-    with ProcessWorld(ranks or 4) as world:
+    with ProcessWorld(4 if ranks is None else ranks) as world:
         yield _Local(world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -115,12 +116,14 @@ class DistWire:
         return time.perf_counter()
 
     def _close(self) -> None:
-        """Make every wait on this Gloo group end: a receive that times out closes the group's connections."""
-        try:
-            peer = (self.rank + 1) % self.size
-            self.group.recv([torch.empty(1)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
+        """Make every wait on this Gloo group end: a receive that times out closes all its connections.
+
+        A receive from a peer that is gone fails before it can time out, so all peers are tried.
+        """
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    self.group.recv([torch.empty(1)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
 
 
 def _wait_all(works: Sequence[Any]) -> None:

@@ -22,47 +22,51 @@ class Affine:
     | vector | log, ``[..., K]``  | diag(exp(log)), scales the rows      |
     | dense  | ``[..., K, K]``    | the matrix itself                    |
 
-    ``flat`` holds B and then the decay, so that a map is one message and its B alone is a prefix of it.
+    ``flat`` holds B and then the decay, so that a map is one message and its B alone is a prefix of it. It is
+    packed when first asked for: schedules that send states only never pay for it.
     Logs are only ever added: nothing divides by a decay, and a log of -inf (decay 0) is exact.
     """
 
-    __slots__ = ("kind", "flat", "state", "decay")
+    __slots__ = ("_flat", "decay", "kind", "state")
 
-    def __init__(self, kind: Kind, flat: Tensor, state: Tensor, decay: Tensor | None) -> None:
-        self.kind, self.flat, self.state, self.decay = kind, flat, state, decay
+    def __init__(self, kind: Kind, state: Tensor, decay: Tensor | None, flat: Tensor | None = None) -> None:
+        self.kind, self.state, self.decay, self._flat = kind, state, decay, flat
+
+    @staticmethod
+    def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Affine:
+        """The map with this B and this decay, in the dtype of ``state``."""
+        decay = log_decay if transition is None else transition
+        state = state.detach().contiguous()
+        if decay is None:
+            return Affine("none", state, None)
+        kind: Kind = "dense" if transition is not None else "scalar" if decay.ndim == state.ndim - 2 else "vector"
+        return Affine(kind, state, decay.detach().to(state.dtype))
 
     @staticmethod
     def from_flat(kind: Kind, flat: Tensor, shape: torch.Size) -> Affine:
         """The map that ``flat`` holds, for a state of this shape."""
         count = math.prod(shape)
         decay = None if kind == "none" else flat[count:].view(_decay_shape(kind, shape))
-        return Affine(kind, flat, flat[:count].view(shape), decay)
-
-    @staticmethod
-    def of_rows(rows: Tensor, logs: Tensor) -> Affine:
-        """A vector map of rows ``[R, V]`` and logs ``[R]`` that stay where they are; only its state can be sent."""
-        return Affine("vector", rows.view(-1), rows, logs)
-
-    @staticmethod
-    def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Affine:
-        """The map with this B and this decay, in the dtype of ``state``."""
-        state = state.detach()
-        decay = log_decay if transition is None else transition
-        if decay is None:
-            return Affine.from_flat("none", state.contiguous().view(-1), state.shape)
-        kind: Kind = "dense" if transition is not None else "scalar" if decay.ndim == state.ndim - 2 else "vector"
-        flat = torch.cat([state.reshape(-1), decay.detach().to(state.dtype).reshape(-1)])
-        return Affine.from_flat(kind, flat, state.shape)
+        return Affine(kind, flat[:count].view(shape), decay, flat)
 
     def empty_like(self) -> Affine:
         """A map of the same form to receive into."""
-        flat = torch.empty(self.flat.shape, dtype=self.flat.dtype, device=self.flat.device)
+        count = self.state.numel() + (0 if self.decay is None else self.decay.numel())
+        flat = torch.empty(count, dtype=self.state.dtype, device=self.state.device)
         return Affine.from_flat(self.kind, flat, self.state.shape)
+
+    @property
+    def flat(self) -> Tensor:
+        """B and the decay, as a message."""
+        if self._flat is None:
+            parts = [self.state.view(-1)] + ([] if self.decay is None else [self.decay.reshape(-1)])
+            self._flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self._flat
 
     @property
     def state_flat(self) -> Tensor:
         """B alone, as a message."""
-        return self.flat[: self.state.numel()]
+        return self.state.view(-1)
 
     def apply(self, state: Tensor | None) -> Tensor:
         """A state + B, in a new tensor; None is the zero state (and gives B itself)."""
@@ -83,7 +87,7 @@ class Affine:
         """First this map, then ``later``: (A2 A1, A2 B1 + B2). Associative; for dense maps not commutative."""
         both = later.empty_like()
         later._apply_into(self.state, both.state)
-        if self.decay is not None and later.decay is not None and both.decay is not None and not _is_idle(both.flat):
+        if self.decay is not None and later.decay is not None and both.decay is not None and not _is_idle(both.state):
             if self.kind == "dense":
                 torch.matmul(later.decay, self.decay, out=both.decay)
             else:
@@ -93,24 +97,19 @@ class Affine:
     def cut(self, blocks: int) -> list[Affine]:
         """The map in independent pieces of about equal size, each contiguous.
 
-        Rows do not mix unless the map is dense; then columns do not. Without copies except for columns.
+        Rows do not mix unless the map is dense; then columns do not. Only columns are copied.
         """
+        if blocks == 1:
+            return [self]
         if self.kind == "dense":
             return [Affine.of(part, transition=self.decay) for part in self.state.tensor_split(blocks, dim=-1)]
         keys, values = self.state.shape[-2:]
-        rows = self.state.reshape(-1, values)
+        rows = self.state.view(-1, values).tensor_split(blocks)
         if self.decay is None:
-            return [Affine.of(part) for part in rows.tensor_split(blocks)]
+            return [Affine("none", part, None) for part in rows]
         logs = self.decay.reshape(-1)
         logs = logs.repeat_interleave(keys) if self.kind == "scalar" else logs
-        pieces = zip(rows.tensor_split(blocks), logs.tensor_split(blocks), strict=True)
-        return [Affine.of_rows(part, log) for part, log in pieces]
-
-    def join(self, states: list[Tensor]) -> Tensor:
-        """The states of the pieces of `cut`, put together again."""
-        if self.kind == "dense":
-            return torch.cat(states, dim=-1)
-        return torch.cat(states).view(self.state.shape)
+        return [Affine("vector", part, log) for part, log in zip(rows, logs.tensor_split(blocks), strict=True)]
 
 
 def _is_idle(out: Tensor) -> bool:

@@ -14,8 +14,9 @@ def gather(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
 
     Extra memory: up to P-1 maps on the last rank.
     """
-    maps = local.flat.new_empty(axis.rank, local.flat.numel())
-    later = [(peer, local.flat) for peer in range(axis.rank + 1, axis.size)]
+    mine = local.flat
+    maps = mine.new_empty(axis.rank, mine.numel())
+    later = [(peer, mine) for peer in range(axis.rank + 1, axis.size)]
     axis.exchange(later, [(peer, maps[peer]) for peer in range(axis.rank)]).wait()
     return fold(maps, local) if axis.rank else None
 

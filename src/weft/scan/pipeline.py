@@ -20,26 +20,25 @@ def pipeline(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
     """
     blocks = default_blocks(local.state) if blocks is None else blocks
     pieces = local.cut(min(blocks, local.state.shape[-1 if local.kind == "dense" else -2]))
-    entering: list[Tensor] = []
-    if axis.rank > 0:
-        whole = torch.empty_like(local.state_flat)
-        entering = [
-            part.view(piece.state.shape)
-            for part, piece in zip(whole.split([piece.state.numel() for piece in pieces]), pieces, strict=True)
-        ]
-    arriving = [axis.receive(part, axis.rank - 1) for part in entering]
+    whole = torch.empty_like(local.state) if axis.rank > 0 else None
+    entering: list[Tensor | None] = [None] * len(pieces)
+    if whole is not None:
+        sizes = [piece.state.numel() for piece in pieces]
+        parts = whole.view(-1).split(sizes)
+        entering = [part.view(piece.state.shape) for part, piece in zip(parts, pieces, strict=True)]
+    arriving = [axis.receive(part, axis.rank - 1) for part in entering if part is not None]
     leaving = []
     for number, piece in enumerate(pieces):
         if arriving:
             arriving[number].wait()
         if axis.rank + 1 < axis.size:
-            state = piece.apply(entering[number] if entering else None)
+            state = piece.apply(entering[number])
             leaving.append((state, axis.send(state, axis.rank + 1)))
     for _, sent in leaving:
         sent.wait()
-    if not entering:
-        return None
-    return local.join(entering) if local.kind == "dense" else whole.view(local.state.shape)
+    if whole is None or local.kind != "dense":
+        return whole
+    return torch.cat([part for part in entering if part is not None], dim=-1)
 
 
 def default_blocks(state: Tensor) -> int:

@@ -20,7 +20,7 @@ def transpose(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
     rank, size = axis.rank, axis.size
     slices = [_Slice.of(local, size, owner) for owner in range(size)]
     mine = slices[rank]
-    maps = local.flat.new_empty(size - 1, mine.length)
+    maps = local.state.new_empty(size - 1, mine.length)
     if rank < size - 1:
         maps[rank] = mine.take(local)
     axis.exchange(
@@ -93,12 +93,7 @@ class _Slice:
             states = states.unsqueeze(-1)
         state: Tensor | None = None
         for row in range(len(maps)):
-            if like.kind == "none":
-                one = Affine("none", states[row], states[row], None)
-            elif like.kind == "dense":
-                one = Affine("dense", maps[row], states[row], decays[row])
-            else:
-                one = Affine.of_rows(states[row], decays[row])
-            state = one.apply(state)
+            kind = "vector" if like.kind == "scalar" else like.kind
+            state = Affine(kind, states[row], None if kind == "none" else decays[row]).apply(state)
             prefixes[row] = state.reshape(-1)
         return prefixes

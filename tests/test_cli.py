@@ -1,0 +1,85 @@
+"""The command line as a user starts it: in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.scan import METHODS
+
+QUICK = ["--repeats", "1", "--calls", "1"]
+
+
+def weft_command(*words: str) -> list[str]:
+    return [sys.executable, "-c", "from weft.cli import main; main()", *words]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(weft_command(*words), capture_output=True, text=True, timeout=100)
+
+
+def test_bench_scan_writes_a_table_and_rows_with_a_header(tmp_path: Path) -> None:
+    result = run("bench", "scan", "--ranks", "3", "--json", str(tmp_path / "rows.json"), *QUICK)
+    assert result.returncode == 0, result.stderr
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    assert {"processor", "torch", "commit", "ranks", "when"} <= set(kept["header"]) and kept["header"]["ranks"] == 3
+    assert [row["method"] for row in kept["rows"]] == list(METHODS) * 3
+    for row in kept["rows"]:
+        assert row["error"] < 1e-6 and row["milliseconds"] > 0 and row["to_handwritten"] > 0
+        assert row["method"] in result.stdout and row["state"] in result.stdout
+    rounds = {row["method"]: row["rounds"] for row in kept["rows"]}
+    assert rounds == {"ring": 2, "pipeline": 2, "gather": 1, "doubling": 2, "transpose": 2, "tree": 3}
+
+
+def test_under_torchrun_the_bench_joins_its_world(tmp_path: Path) -> None:
+    script = tmp_path / "bench.py"
+    script.write_text("from weft.cli import main\nmain()\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    rows = tmp_path / "rows.json"
+    good = subprocess.run(
+        [*torchrun, "bench", "scan", "--json", str(rows), *QUICK], capture_output=True, text=True, timeout=100
+    )
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count("exclusive scan on 2 ranks") == 1
+    assert json.loads(rows.read_text())["header"]["ranks"] == 2
+    bad = subprocess.run([*torchrun, "bench", "scan", "--ranks", "5"], capture_output=True, text=True, timeout=100)
+    assert bad.returncode != 0 and "--ranks 5 does not fit the 2 ranks torchrun started" in bad.stderr
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    words = weft_command("bench", "scan", "--ranks", "2", "--repeats", "100000", "--calls", "1", "--json", str(rows))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(8)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "stopped: the rows measured so far follow" in err and "doubling" in out
+    assert all(row["samples"] > 0 for row in json.loads(rows.read_text())["rows"])
+
+
+def test_trace_writes_a_timeline_and_refuses_an_unknown_method(tmp_path: Path) -> None:
+    good = run("trace", "scan", "--out", str(tmp_path / "t.json"), "--method", "ring", "--ranks", "5")
+    assert good.returncode == 0 and "ring on 5 ranks" in good.stdout and "4 rounds" in good.stdout
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    bad = run("trace", "scan", "--out", str(tmp_path / "u.json"), "--method", "bush")
+    assert bad.returncode == 2 and "method 'bush' is not one of ring" in bad.stderr
+    assert not (tmp_path / "u.json").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["bench", "--help"], ["bench", "scan", "--help"]])
+def test_help_is_there(words: list[str]) -> None:
+    result = run(*words)
+    assert result.returncode == 0 and "bench" in result.stdout
+
+
+def test_a_wrong_number_of_ranks_is_told() -> None:
+    result = run("bench", "scan", "--ranks", "0", *QUICK)
+    assert result.returncode == 2 and "ranks must be at least 1" in result.stderr
