@@ -59,6 +59,14 @@ def test_a_lane_runs_beside_the_computation(scan_rounds: int) -> None:
     assert [out.item() for out in run.results] == list(range(scan_rounds + 1))
 
 
+def test_a_simulation_leaves_no_trace_in_torch() -> None:
+    def program(axis: weft.Axis) -> None:
+        weft.exclusive_scan(torch.empty(4, 4, device="meta"), log_decay=torch.empty(4, device="meta"))
+
+    weft.VirtualWorld(5, weft.Machine(1.0, 1.0, flops=1.0)).run(program)
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
 def test_two_lanes_and_the_main_line_do_not_mix_their_messages() -> None:
     def program(axis: weft.Axis) -> list[float]:
         def scan(value: float):

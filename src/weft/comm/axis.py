@@ -12,10 +12,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from weft.comm import ledger
-from weft.comm.wire import Message, Pending, Wire
+from weft.comm.wire import Message as WireMessage
+from weft.comm.wire import Pending, Wire
 from weft.errors import REFUSED, Call
 
 T = TypeVar("T")
+Message = tuple[int, torch.Tensor]  # (rank on the axis, contiguous tensor to send or to fill)
 
 
 @dataclass
@@ -59,10 +61,19 @@ class Axis:
     (0, 1)
     """
 
-    __slots__ = ("wire", "members", "rank", "space", "call")
+    __slots__ = ("call", "members", "places", "rank", "space", "wire")
 
-    def __init__(self, wire: Wire, members: Sequence[int], rank: int, space: Space, call: Call | None = None) -> None:
-        self.wire, self.members, self.rank, self.space, self.call = wire, members, rank, space, call
+    def __init__(
+        self,
+        wire: Wire,
+        members: Sequence[int],
+        rank: int,
+        space: Space,
+        call: Call | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        self.wire, self.members, self.rank, self.space = wire, members, rank, space
+        self.call, self.places = call, places
 
     @property
     def size(self) -> int:
@@ -90,7 +101,18 @@ class Axis:
 
     def reversed(self) -> Axis:
         """The same ranks in the opposite order: a suffix scan is the prefix schedule on this axis."""
-        return Axis(self.wire, self.members[::-1], self.size - 1 - self.rank, self.space, self.call)
+        places = None if self.places is None else self.places[::-1]
+        return Axis(self.wire, self.members[::-1], self.size - 1 - self.rank, self.space, self.call, places)
+
+    def path(self, stops: Sequence[int], places: Sequence[int], position: int) -> Axis:
+        """The axis of a path through ranks ``stops`` that passes this one at ``position``, within this call.
+
+        A rank may occur several times (a zigzag layout passes every rank twice); it then runs the schedule once
+        for each, on lanes of their own. ``places`` names the stops, so that messages of two paths, or of
+        two places on the same ranks, never mix.
+        """
+        assert self.call is not None and stops[position] == self.rank
+        return Axis(self.wire, [self.members[s] for s in stops], position, self.space, self.call, places)
 
     def subset(self, ranks: Sequence[int]) -> Axis:
         """The axis of some of the ranks, this one among them, in the order given. Calls are counted apart."""
@@ -140,15 +162,21 @@ class Axis:
         Do not touch the tensors before ``wait()`` has returned. Empty tensors do not travel.
         """
         call = self.call or Call(self.space.name, 0, "exchange", (), zlib.crc32(self.space.name.encode()) >> 1)
-        outgoing = [(self.members[peer], tensor) for peer, tensor in sends if tensor.numel()]
-        incoming = [(self.members[peer], tensor) for peer, tensor in receives if tensor.numel()]
+        outgoing = [
+            (self.members[peer], self._tag(call, self.rank, peer), tensor) for peer, tensor in sends if tensor.numel()
+        ]
+        incoming = [
+            (self.members[peer], self._tag(call, peer, self.rank), tensor)
+            for peer, tensor in receives
+            if tensor.numel()
+        ]
         if not ledger.is_recording():
             return self.wire.exchange(call, outgoing, incoming)
         event = ledger.Event(
             operation=call.operation,
             rank=self.wire.rank,
-            sends=tuple((peer, tensor.numel() * tensor.element_size()) for peer, tensor in outgoing),
-            receives=tuple((peer, tensor.numel() * tensor.element_size()) for peer, tensor in incoming),
+            sends=self._sizes(outgoing),
+            receives=self._sizes(incoming),
             start=self.wire.clock(),
             lane=self.space.name,
             tag=call.tag,
@@ -161,6 +189,18 @@ class Axis:
             event.finish(self.wire.clock())
 
         return Pending(finish)
+
+    def _tag(self, call: Call, source: int, to: int) -> int:
+        """On a path, where two ranks may meet at several places, the places are part of the tag."""
+        if self.places is None:
+            return call.tag
+        return (call.tag + 0x632BE5AB * ((self.places[source] << 16) + self.places[to] + 1)) & 0x7FFFFFFF
+
+    def _sizes(self, messages: Sequence[WireMessage]) -> tuple[tuple[int, int], ...]:
+        """(peer, bytes) for the ledger; what a rank hands to itself does not travel."""
+        return tuple(
+            (peer, tensor.numel() * tensor.element_size()) for peer, _, tensor in messages if peer != self.wire.rank
+        )
 
     def send(self, tensor: torch.Tensor, to: int) -> Pending[None]:
         return self.exchange(sends=[(to, tensor)])
@@ -177,7 +217,7 @@ class Axis:
         # What has been agreed on goes in at the start and comes back at the wait: moments that have the same
         # place in every rank's program, as a set shared between running threads would not.
         lane = Space(f"{self.space.name}/{self.space.lanes}", self.space.members, agreed=set(self.space.agreed))
-        axis = Axis(self.wire, self.members, self.rank, lane, self.call)
+        axis = Axis(self.wire, self.members, self.rank, lane, self.call, self.places)
         pending = self.wire.start(lambda: schedule(axis), torch.device(device))
 
         def finish() -> T:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.flop_counter import flop_registry
 
 from weft.comm.machine import Machine
@@ -64,6 +65,21 @@ class CostMode(TorchDispatchMode):
         outputs = list(out) if isinstance(out, tuple | list) else [out]
         if all(isinstance(t, torch.Tensor) and t.is_meta for t in outputs) and isinstance(out, torch.Tensor | tuple):
             self._known[key] = seconds, [(t.shape, t.stride(), t.dtype) for t in outputs]
+
+
+@contextmanager
+def counting(machine: Machine, spend: Callable[[str, float], None], known: dict[Any, _Known]) -> Iterator[None]:
+    """Count this thread's operators. Not by ``with CostMode()``, whose process-wide flags ranks would mix up."""
+    _push_mode(CostMode(machine, spend, known))
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+def is_counting() -> bool:
+    """Whether anybody looks at the operators of this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 _memory: dict[Any, bool] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.axis import Axis
-from weft.comm.lane import StreamLane, ThreadLane
+from weft.comm.lane import StreamLane, ThreadLanes
 from weft.comm.watch import Watch
 from weft.comm.wire import Message, Pending, SoloWire
 from weft.errors import Call
@@ -59,11 +61,13 @@ class DistWire:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        self._grouped = dist.get_backend(group) == "nccl"
+        self.grouped = dist.get_backend(group) == "nccl"  # no tags, and one order for all messages
+        self._timeout = group_timeout(group)
+        self._own_mail: defaultdict[int, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
         generation = _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
         store = dist.PrefixStore(f"weft/{group.group_name}/{generation}", dist.distributed_c10d._get_default_store())
-        self._watch = Watch(self.rank, self.size, store, group_timeout(group), self._close)
-        self._thread_lane = ThreadLane(f"weft lane of group {group.group_name}")
+        self._watch = Watch(self.rank, self.size, store, self._timeout, self._close)
+        self._threads = ThreadLanes(f"weft lane of group {group.group_name}")
         self._stream_lanes: dict[torch.device, StreamLane] = {}
 
     @property
@@ -73,22 +77,25 @@ class DistWire:
         return group
 
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
+        own = [message for message in [*receives, *sends] if message[0] == self.rank]
+        if own:
+            return self._exchange_with_own(call, sends, receives)
         if not sends and not receives:
             return Pending(lambda: None)
         group = self.group
-        if self._grouped:
+        if self.grouped:
             operations = [
                 dist.P2POp(op, tensor, group=group, group_peer=peer)
                 for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-                for peer, tensor in messages
+                for peer, _, tensor in messages
             ]
             works = dist.batch_isend_irecv(operations)
             return Pending(lambda: _wait_all(works))
-        peers = [peer for peer, _ in [*receives, *sends]]
+        peers = [peer for peer, _, _ in [*receives, *sends]]
         with self._watch.over(call, peers, waits=False):
             # Receives first: a message that finds its buffer ready needs no handshake.
-            works = [group.recv([buffer], peer, call.tag) for peer, buffer in receives]
-            works += [group.send([tensor], peer, call.tag) for peer, tensor in sends]
+            works = [group.recv([buffer], peer, tag) for peer, tag, buffer in receives]
+            works += [group.send([tensor], peer, tag) for peer, tag, tensor in sends]
 
         def finish() -> None:
             with self._watch.over(call, peers):
@@ -96,9 +103,24 @@ class DistWire:
 
         return Pending(finish)
 
+    def _exchange_with_own(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
+        """Some messages go from one lane of this rank to another: they wait in a box of this process."""
+        for _, tag, tensor in (message for message in sends if message[0] == self.rank):
+            self._own_mail[tag].put(tensor.clone())
+        others = [[message for message in messages if message[0] != self.rank] for messages in (sends, receives)]
+        pending = self.exchange(call, *others)
+
+        def finish() -> None:
+            pending.wait()
+            for _, tag, buffer in (message for message in receives if message[0] == self.rank):
+                buffer.copy_(self._own_mail[tag].get(timeout=self._timeout.total_seconds()).view(buffer.shape))
+                del self._own_mail[tag]
+
+        return Pending(finish)
+
     def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
         if device.type != "cuda":
-            return self._thread_lane.start(schedule)
+            return self._threads.start(schedule)
         if device not in self._stream_lanes:
             self._stream_lanes[device] = StreamLane(device)
         return self._stream_lanes[device].start(schedule)

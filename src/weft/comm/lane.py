@@ -1,7 +1,7 @@
 """Lanes of real devices: where a multi-round schedule runs while the main computation goes on.
 
 On CPU a background thread, on CUDA a side stream. (In a virtual world it is a forked clock: `virtual`.)
-Schedules started on one lane run in the order they were started, which is the same on every rank.
+Schedules on threads run side by side; on a stream they run in the order they were started.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft.comm.wire import Pending
 T = TypeVar("T")
 
 
-class ThreadLane:
-    """A background thread, started with its first schedule. It never keeps the process from ending."""
+class ThreadLanes:
+    """Background threads, as many as there are schedules under way. They never keep the process from ending."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._idle = threading.Semaphore(0)
 
     def start(self, schedule: Callable[[], T]) -> Pending[T]:
         done = threading.Event()
@@ -44,15 +44,15 @@ class ThreadLane:
                 raise outcome["error"]
             return outcome["value"]
 
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
         self._jobs.put(job)
         return Pending(finish)
 
     def _work(self) -> None:
         while True:
             self._jobs.get()()
+            self._idle.release()
 
 
 class StreamLane:

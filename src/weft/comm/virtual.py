@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +11,7 @@ import torch
 
 from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
-from weft.comm.cost import CostMode
+from weft.comm.cost import counting
 from weft.comm.ledger import Event, Ledger
 from weft.comm.machine import Machine
 from weft.comm.scheduler import Scheduler, Task
@@ -100,8 +99,10 @@ class _Switchboard:
         """Run ``body`` as part of a rank: its WORLD, its ledger, its clock."""
         enter_world(axis)
         ledger.settle_in(self.ledgers[axis.wire.rank])
-        counted = self.machine is not None and self.machine.counts_operators
-        with CostMode(self.machine, self._spend, self.known) if self.machine and counted else nullcontext():
+        if self.machine is not None and self.machine.counts_operators:
+            with counting(self.machine, self._spend, self.known):
+                body()
+        else:
             body()
 
     def _spend(self, operator: str, seconds: float) -> None:
@@ -143,30 +144,32 @@ class VirtualWire:
         board, scheduler = self._board, self._board.scheduler
         if sends and board.machine:
             scheduler.give_way()
-        arrival = scheduler.current.clock
-        for peer, tensor in sends:
-            if board.machine:
+        latest = scheduler.current.clock
+        for peer, tag, tensor in sends:
+            arrival = scheduler.current.clock
+            if board.machine and peer != self.rank:
                 size = tensor.numel() * tensor.element_size()
                 start = max(scheduler.current.clock, board.link_free[self.rank])
                 board.link_free[self.rank] = start + board.machine.message_seconds(size)
                 arrival = board.link_free[self.rank] + board.machine.latency
+            latest = max(latest, arrival)
             payload = tensor if tensor.is_meta else tensor.detach().clone()
-            route = (self.rank, peer, call.tag)
+            route = (self.rank, peer, tag)
             board.mail[route].append(_Parcel(payload, arrival))
             if waiter := board.awaited.pop(route, None):
                 scheduler.wake(waiter)
 
         def finish() -> None:
-            for peer, buffer in receives:
-                self._take(call, peer, buffer)
+            for peer, tag, buffer in receives:
+                self._take(call, peer, tag, buffer)
             # A send is over when it has arrived, as on Gloo and NCCL. Its link was free again before that.
-            scheduler.current.clock = max(scheduler.current.clock, arrival)
+            scheduler.current.clock = max(scheduler.current.clock, latest)
 
         return Pending(finish)
 
-    def _take(self, call: Call, peer: int, buffer: torch.Tensor) -> None:
+    def _take(self, call: Call, peer: int, tag: int, buffer: torch.Tensor) -> None:
         board, scheduler = self._board, self._board.scheduler
-        route = (peer, self.rank, call.tag)
+        route = (peer, self.rank, tag)
         if not board.mail[route]:
             board.awaited[route] = scheduler.current
             scheduler.block(lambda: f"for a message from rank {peer} in call {call.number}, {call}")

@@ -11,7 +11,8 @@ import torch
 from weft.errors import Call
 
 T = TypeVar("T")
-Message = tuple[int, torch.Tensor]  # (peer's rank on the wire, contiguous tensor to send or to fill)
+# (peer's rank on the wire, tag, contiguous tensor to send or to fill)
+Message = tuple[int, int, torch.Tensor]
 
 
 class Pending(Generic[T]):
@@ -39,7 +40,11 @@ class Wire(Protocol):
     size: int
 
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """Start these messages; ``wait()`` returns when all have been sent and received."""
+        """Start these messages; ``wait()`` returns when all have been sent and received.
+
+        A message meets the one with the same peer and tag on the other side, in order. A rank may write to
+        itself, from one lane to another; that costs nothing.
+        """
         ...
 
     def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:

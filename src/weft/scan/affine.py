@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from weft.comm.cost import is_counting
 
 Kind = Literal["none", "scalar", "vector", "dense"]
 
@@ -114,7 +115,7 @@ class Affine:
 
 def _is_idle(out: Tensor) -> bool:
     """A meta tensor while nobody counts operators: torch would take 200 us to compute nothing."""
-    return out.is_meta and not is_in_torch_dispatch_mode()
+    return out.is_meta and not is_counting()
 
 
 def _decay_shape(kind: Kind, shape: torch.Size) -> tuple[int, ...]:
