@@ -31,6 +31,7 @@ class Space:
     agreed: set[str] = field(default_factory=set)
     digests: dict[object, tuple[tuple[tuple[str, str], ...], int]] = field(default_factory=dict)
     subsets: dict[tuple[int, ...], Space] = field(default_factory=dict)
+    notes: dict[object, Any] = field(default_factory=dict)  # what an operation remembers about these ranks
 
     def next_call(self, operation: str, facts: dict[str, object]) -> Call:
         """Number a call. Its tag mixes number and facts, so that ranks who disagree never exchange data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -63,6 +64,7 @@ class DistWire:
         self.rank, self.size = group.rank(), group.size()
         self.grouped = dist.get_backend(group) == "nccl"  # no tags, and one order for all messages
         self._timeout = group_timeout(group)
+        self._own_lock = threading.Lock()
         self._own_mail: defaultdict[int, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
         generation = _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
         store = dist.PrefixStore(f"weft/{group.group_name}/{generation}", dist.distributed_c10d._get_default_store())
@@ -106,15 +108,20 @@ class DistWire:
     def _exchange_with_own(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
         """Some messages go from one lane of this rank to another: they wait in a box of this process."""
         for _, tag, tensor in (message for message in sends if message[0] == self.rank):
-            self._own_mail[tag].put(tensor.clone())
+            with self._own_lock:
+                self._own_mail[tag].put(tensor.clone())
         others = [[message for message in messages if message[0] != self.rank] for messages in (sends, receives)]
         pending = self.exchange(call, *others)
 
         def finish() -> None:
             pending.wait()
             for _, tag, buffer in (message for message in receives if message[0] == self.rank):
-                buffer.copy_(self._own_mail[tag].get(timeout=self._timeout.total_seconds()).view(buffer.shape))
-                del self._own_mail[tag]
+                with self._own_lock:
+                    box = self._own_mail[tag]
+                buffer.copy_(box.get(timeout=self._timeout.total_seconds()).view(buffer.shape))
+                with self._own_lock:  # a second message of the call may already be there
+                    if box.empty():
+                        del self._own_mail[tag]
 
         return Pending(finish)
 

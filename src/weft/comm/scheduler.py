@@ -44,6 +44,7 @@ class Scheduler:
         self._blocked: dict[int, Task] = {}
         self._finished = threading.Lock()
         self._finished.acquire()
+        self._threads: list[threading.Thread] = []
         self._local = threading.local()
 
     @property
@@ -64,6 +65,8 @@ class Scheduler:
         except KeyboardInterrupt as error:
             self.failure = self.failure or error
             self._finished.acquire()
+        for thread in self._threads:
+            thread.join()  # a thread that is still ending when the process exits takes it down
         if self.failure is not None:
             raise self.failure
 
@@ -117,7 +120,9 @@ class Scheduler:
             task.baton.release()
         else:
             task.started = True
-            threading.Thread(target=self._live, args=(task,), name=f"rank {task.rank}", daemon=True).start()
+            thread = threading.Thread(target=self._live, args=(task,), name=f"rank {task.rank}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _live(self, task: Task) -> None:
         self._local.task = task

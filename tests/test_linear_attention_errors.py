@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+
+Q = torch.randn(1, 6, 2, 4)
+V = torch.randn(1, 6, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"q": torch.ones(6, 2, 4)}, ValueError, r"q must be \[B, T, heads, dim\], got \[6, 2, 4\]"),
+        ({"k": torch.ones(1, 6, 2, 5)}, ValueError, r"k \[1, 6, 2, 5\] must have the shape of q \[1, 6, 2, 4\]"),
+        ({"v": torch.ones(1, 5, 4, 3)}, ValueError, "must have the batch and length of q"),
+        ({"v": torch.ones(1, 6, 3, 3)}, ValueError, "3 value heads are not a multiple of 2 heads"),
+        ({"v": V.double()}, ValueError, "q, k and v must have one dtype"),
+        ({"v": V.long()}, TypeError, "v must be a floating tensor, got torch.int64"),
+        ({"g": torch.zeros(3)}, ValueError, r"g \[3\] is not \[H\], \[B, T, H\] or \[B, T, H, K\]"),
+        ({"g": torch.zeros(1, 6, 2, 3)}, ValueError, r"g \[1, 6, 2, 3\] is not"),
+        ({"g": torch.full((1, 6, 2), 0.25)}, ValueError, "must not be positive, got 0.25"),
+        ({"initial_state": torch.zeros(1, 2, 4, 3)}, ValueError, r"initial_state must be \[1, 4, 4, 3\], got"),
+        ({"cu_seqlens": torch.tensor([0, 3, 5])}, ValueError, r"cu_seqlens end at 5, but the ranks hold \[6\]"),
+        ({"cu_seqlens": torch.tensor([1, 6])}, ValueError, "integers that rise from 0"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3, 6])}, ValueError, "integers that rise from 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, ValueError, "integers that rise from 0"),
+        ({"layout": "stripes"}, ValueError, "layout 'stripes' is not one of"),
+        ({"method": "bush"}, ValueError, "method 'bush' is not one of auto, ring"),
+        ({"chunk_size": 48}, ValueError, "chunk_size must be a power of two, got 48"),
+    ],
+)
+def test_wrong_arguments_are_told(changes, kind, words) -> None:
+    arguments = {"q": Q, "k": Q, "v": V, **changes}
+    with pytest.raises(kind, match=words):
+        weft.linear_attention(**arguments)
+
+
+def test_packed_sequences_need_a_batch_of_one() -> None:
+    q = torch.randn(2, 6, 2, 4)
+    with pytest.raises(ValueError, match="need a batch of 1, got 2"):
+        weft.linear_attention(q, q, q, cu_seqlens=torch.tensor([0, 6]))
+
+
+def verdicts(program, size: int = 3) -> list[str]:
+    caught: list[str] = []
+
+    def run(axis: weft.Axis) -> None:
+        try:
+            program(axis)
+        except ValueError as error:
+            caught.append(str(error))
+
+    weft.VirtualWorld(size).run(run)
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"g": torch.full((1, 6, 2), 1.0)}, "must not be positive, got 1 (rank 1); raised on every rank"),
+        ({"scale": 2.0}, "rank 1 called linear_attention(scale=2.0)"),
+        ({"method": "tree"}, "rank 1 called linear_attention(method=tree)"),
+        ({"output_final_state": True}, "rank 1 called linear_attention(output_final_state=True)"),
+        ({"cu_seqlens": torch.tensor([0, 7, 18])}, "rank 1 called linear_attention(cu_seqlens=(0, 7, 18))"),
+    ],
+)
+def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
+    def program(axis: weft.Axis) -> None:
+        common = {"g": torch.zeros(1, 6, 2), "method": "ring", "scale": 1.0}
+        if "cu_seqlens" in odd:
+            common["cu_seqlens"] = torch.tensor([0, 9, 18])
+        weft.linear_attention(Q, Q, V, **{**common, **(odd if axis.rank == 1 else {})}, group=axis)
+
+    caught = verdicts(program)
+    assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
+
+
+def test_a_total_that_does_not_fit_raises_everywhere() -> None:
+    caught = verdicts(lambda axis: weft.linear_attention(Q, Q, V, cu_seqlens=torch.tensor([0, 17])))
+    assert len(caught) == 3 and all(
+        "cu_seqlens end at 17, but the ranks hold [6, 6, 6], 18 tokens" in c for c in caught
+    )
+
+
+def test_a_packed_split_changes_only_with_the_total() -> None:
+    def program(axis: weft.Axis) -> None:
+        for lengths, total in (((6, 6, 6), 18), ((2, 9, 1), 12), ((6, 6, 6), 18), ((5, 7, 6), 18)):
+            q = torch.randn(1, lengths[axis.rank], 2, 4)
+            weft.linear_attention(q, q, q, cu_seqlens=torch.tensor([0, 4, total]), group=axis)
+
+    with pytest.raises(ValueError, match="holds 5 tokens, but held 6 of a packed sequence of the same total 18"):
+        weft.VirtualWorld(3).run(program)
