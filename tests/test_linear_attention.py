@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,10 +73,12 @@ def problem(decay: str, case: Case, size: int, strength: float = 0.02):
     shape = {"constant": (VALUE_HEADS,), "scalar": (batch, case.total, HEADS), "vector": (*v.shape[:3], KEYS)}
     g = None if decay == "none" else -strength * draw(*shape[decay]).abs()
     start = draw(case.states, VALUE_HEADS, KEYS, VALUES)
-    leaves = {name: x.requires_grad_() for name, x in dict(q=q, k=k, v=v, g=g, start=start).items() if x is not None}
-    lengths = (
-        [case.total] if case.bounds is None else [b - a for a, b in zip(case.bounds, case.bounds[1:], strict=False)]
-    )
+    leaves = {
+        name: x.requires_grad_()
+        for name, x in zip(("q", "k", "v", "g", "start"), (q, k, v, g, start), strict=True)
+        if x is not None
+    }
+    lengths = [case.total] if case.bounds is None else [b - a for a, b in pairwise(case.bounds)]
     o, final = reference(q, k, v, g, 0.7, start, lengths)
     weight, final_weights = draw(*o.shape), [draw(*final.shape) for _ in range(size)]
     loss = (o * weight).sum() + (final * sum(final_weights)).sum()
@@ -166,7 +169,7 @@ def test_strong_gates_give_no_nan(decay: str, strength: float) -> None:
 
 def test_bf16_is_as_good_as_in_one_process() -> None:
     case, alone = Case((16,) * 8), Case((128,))
-    leaves, _, _, o, _, _ = problem("scalar", alone, 1)
+    leaves, *_ = problem("scalar", alone, 1)
     inputs = {name: leaves[name].detach().bfloat16() for name in ("q", "k", "v", "g")}
     exact = reference(*(inputs[n].double() for n in ("q", "k", "v", "g")), 0.7, None, [128])[0]
     single = weft.linear_attention(*inputs.values(), scale=0.7)[0]
@@ -181,7 +184,7 @@ def test_bf16_is_as_good_as_in_one_process() -> None:
 
 
 def test_packed_costs_no_more_than_dense_and_nothing_between_documents() -> None:
-    lengths, size = (8,) * 4, 4
+    size = 4
 
     def sent(bounds: tuple[int, ...] | None, method: str) -> list[int]:
         def program(axis: weft.Axis) -> int:

@@ -13,7 +13,7 @@ from weft.bench.world import crew
 from weft.comm import Machine
 
 
-def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int = 15, calls: int = 5) -> None:
+def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int = 15, calls: int = 20) -> None:
     """Every scan schedule at several state sizes on real processes, beside its hand-written version.
 
     A time is the median over repeats of the slowest rank. "x by hand" compares with the same rounds and bytes

@@ -163,14 +163,9 @@ class Axis:
         Do not touch the tensors before ``wait()`` has returned. Empty tensors do not travel.
         """
         call = self.call or Call(self.space.name, 0, "exchange", (), zlib.crc32(self.space.name.encode()) >> 1)
-        outgoing = [
-            (self.members[peer], self._tag(call, self.rank, peer), tensor) for peer, tensor in sends if tensor.numel()
-        ]
-        incoming = [
-            (self.members[peer], self._tag(call, peer, self.rank), tensor)
-            for peer, tensor in receives
-            if tensor.numel()
-        ]
+        members, rank = self.members, self.rank
+        outgoing = [(members[to], self._tag(call, rank, to), tensor) for to, tensor in sends if tensor.numel()]
+        incoming = [(members[at], self._tag(call, at, rank), tensor) for at, tensor in receives if tensor.numel()]
         if not ledger.is_recording():
             return self.wire.exchange(call, outgoing, incoming)
         event = ledger.Event(

@@ -79,29 +79,47 @@ class DistWire:
         return group
 
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        own = [message for message in [*receives, *sends] if message[0] == self.rank]
-        if own:
-            return self._exchange_with_own(call, sends, receives)
-        if not sends and not receives:
-            return Pending(lambda: None)
-        group = self.group
+        rank, group = self.rank, self.group
+        for messages in (sends, receives):
+            for message in messages:
+                if message[0] == rank:
+                    return self._exchange_with_own(call, sends, receives)
         if self.grouped:
-            operations = [
-                dist.P2POp(op, tensor, group=group, group_peer=peer)
-                for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-                for peer, _, tensor in messages
-            ]
-            works = dist.batch_isend_irecv(operations)
-            return Pending(lambda: _wait_all(works))
-        peers = [peer for peer, _, _ in [*receives, *sends]]
-        with self._watch.over(call, peers, waits=False):
+            return self._exchange_grouped(sends, receives)
+        try:
             # Receives first: a message that finds its buffer ready needs no handshake.
             works = [group.recv([buffer], peer, tag) for peer, tag, buffer in receives]
             works += [group.send([tensor], peer, tag) for peer, tag, tensor in sends]
+        except RuntimeError as error:
+            raise self._watch.explain(call, [m[0] for m in (*receives, *sends)]) from error
 
         def finish() -> None:
-            with self._watch.over(call, peers):
-                _wait_all(works)
+            peers = [message[0] for message in receives] + [message[0] for message in sends]
+            stuck = self._watch.begin(call, peers)
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise self._watch.explain(call, peers) from error
+            finally:
+                self._watch.end(stuck)
+
+        return Pending(finish)
+
+    def _exchange_grouped(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
+        """All messages in one NCCL group call."""
+        if not sends and not receives:
+            return Pending(lambda: None)
+        operations = [
+            dist.P2POp(op, tensor, group=self.group, group_peer=peer)
+            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, _, tensor in messages
+        ]
+        works = dist.batch_isend_irecv(operations)
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
 
         return Pending(finish)
 
@@ -153,11 +171,6 @@ class DistWire:
             if peer != self.rank:
                 with suppress(RuntimeError):
                     self.group.recv([torch.empty(1)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
-
-
-def _wait_all(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

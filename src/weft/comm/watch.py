@@ -13,8 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,21 +39,17 @@ class Watch:
     def announce(self, call: Call) -> None:
         self._history.append(call)
 
-    @contextmanager
-    def over(self, call: Call, peers: Sequence[int], waits: bool = True) -> Iterator[None]:
-        """Watch a piece of communication; a failure inside is raised as what it means."""
-        me = threading.get_ident()
-        if waits:
+    def begin(self, call: Call, peers: Sequence[int]) -> int:
+        """A wait begins; `end` takes what this returns."""
+        if _watchman is None:
             _wake_watchman()
-            self._waits[me] = (time.monotonic(), call, peers)
-        try:
-            yield
-        except RuntimeError as error:
-            meaning = self._explain(call, peers)
-            self._close()  # so that ranks who only send to this one hear of it at their next call
-            raise meaning from error
-        finally:
-            self._waits.pop(me, None)
+        me = threading.get_ident()
+        self._waits[me] = (time.monotonic(), call, peers)
+        return me
+
+    def end(self, wait: int) -> None:
+        """A wait is over."""
+        self._waits.pop(wait, None)
 
     def agree(self, call: Call, members: Sequence[int]) -> None:
         """Rank 0 of the axis compares everybody's call and leaves the verdict: two store operations a rank."""
@@ -119,8 +114,13 @@ class Watch:
                     store.compare_set("verdict", "", json.dumps({"disagree": message}))
                     return
 
-    def _explain(self, call: Call, peers: Sequence[int]) -> Exception:
+    def explain(self, call: Call, peers: Sequence[int]) -> Exception:
         """What a failed wait means: the verdict if there is one, else a lost or silent peer."""
+        meaning = self._find_meaning(call, peers)
+        self._close()  # so that ranks who only send to this one hear of it at their next call
+        return meaning
+
+    def _find_meaning(self, call: Call, peers: Sequence[int]) -> Exception:
         try:
             patience = time.monotonic() + 2 * PERIOD
             while not self._store.check(["verdict"]) and time.monotonic() < patience:
@@ -160,14 +160,16 @@ def _load(text: bytes) -> list[Call]:
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _watchman: threading.Thread | None = None
+_waking = threading.Lock()
 
 
 def _wake_watchman() -> None:
-    """Start the one watching thread of this process with the first wait."""
+    """Start the one watching thread of this process, with the first wait."""
     global _watchman
-    if _watchman is None:
-        _watchman = threading.Thread(target=_keep_watch, name="weft watch", daemon=True)
-        _watchman.start()
+    with _waking:
+        if _watchman is None:
+            _watchman = threading.Thread(target=_keep_watch, name="weft watch", daemon=True)
+            _watchman.start()
 
 
 def _keep_watch() -> None:

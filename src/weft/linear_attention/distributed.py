@@ -72,8 +72,9 @@ class LinearAttention(torch.autograd.Function):
         call = axis.begin("linear_attention", **facts)
         journey = job.plan(call, q.shape[1])
         kernels = [
-            Forward(*_cut(s.tokens, q, k, v), _cut_gate(s.tokens, g), job.scale, s.lengths, job.chunk_size)
-            for s in journey.stretches
+            Forward(q[:, t], k[:, t], v[:, t], _cut(g, t), job.scale, stretch.lengths, job.chunk_size)
+            for stretch in journey.stretches
+            for t in [stretch.tokens]
         ]
         seats = _seats(journey, kernels, batch)
         wide = kernels[0].maps[1].dtype
@@ -114,11 +115,11 @@ class LinearAttention(torch.autograd.Function):
         grad_o = torch.zeros_like(v) if grad_o is None else grad_o
         kernels = [
             Backward(
-                *_cut(s.tokens, q, k, v), _cut_gate(s.tokens, g), job.scale, s.lengths, job.chunk_size,
-                state, grad_o[:, s.tokens],
+                q[:, t], k[:, t], v[:, t], _cut(g, t), job.scale, stretch.lengths, job.chunk_size, state, grad_o[:, t]
             )
-            for s, state in zip(journey.stretches, states, strict=True)
-        ]  # fmt: skip
+            for stretch, state in zip(journey.stretches, states, strict=True)
+            for t in [stretch.tokens]
+        ]
         seats = _seats(journey, kernels, batch)
         total = None if seeds is None else seeds.wait()
 
@@ -132,11 +133,9 @@ class LinearAttention(torch.autograd.Function):
         grads = [
             kernel.finish(grad) for kernel, grad in zip(kernels, _per_stretch(journey, leaving, kernels), strict=True)
         ]
-        dq, dk, dv = (_join([grad[index] for grad in grads]) for index in range(3))
-        dg = None
-        if g is not None:
-            parts = [grad[3] for grad in grads]
-            dg = sum(parts[1:], start=parts[0]) if g.ndim == 1 else _join(parts)
+        dq, dk, dv = _join([x[0] for x in grads]), _join([x[1] for x in grads]), _join([x[2] for x in grads])
+        gates = [grad[3] for grad in grads if grad[3] is not None]
+        dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else _join(gates)
         return dq, dk, dv, dg, _initial_gradient(ctx, seats, [grad[4] for grad in grads], batch), None
 
 
@@ -208,16 +207,12 @@ def _initial_gradient(ctx: Any, seats: Sequence[_Seat], grads: Sequence[Tensor],
     return total.to(dtype)
 
 
-def _cut(tokens: slice, *tensors: Tensor) -> list[Tensor]:
-    return [tensor[:, tokens] for tensor in tensors]
-
-
-def _cut_gate(tokens: slice, g: Tensor | None) -> Tensor | None:
+def _cut(g: Tensor | None, tokens: slice) -> Tensor | None:
     return g if g is None or g.ndim == 1 else g[:, tokens]
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def _facts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from weft.comm import Axis
 from weft.comm.layout import lay_out, run_lengths, stops_of
@@ -80,7 +81,7 @@ def plan_packed(axis: Axis, layout: str, lengths: Sequence[int], bounds: Sequenc
     runs = lay_out(lengths, layout)
     parts: list[list[Part]] = [[] for _ in runs]
     ends = []
-    for document, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for document, (begin, end) in enumerate(pairwise(bounds)):
         overlaps = [max(0, min(end, run.offset + run.length) - max(begin, run.offset)) for run in runs]
         places = tuple(place for place, overlap in enumerate(overlaps) if overlap)
         if not places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def _find_fault(
     if bounds is not None:
         if batch != 1:
             return ValueError(f"{name}: packed sequences (cu_seqlens) need a batch of 1, got {batch} {where}")
-        rising = len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in zip(bounds, bounds[1:], strict=False))
+        rising = len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds))
         if not rising or not all(isinstance(b, int) for b in bounds):
             shown = list(bounds[:8])
             return ValueError(f"{name}: cu_seqlens must be integers that rise from 0, got {shown} {where}")
