@@ -117,6 +117,29 @@ def test_same_inputs_same_bits(pool: ProcessWorld) -> None:
     assert all(pool.run(repeat))
 
 
+def compiled_steps(axis: weft.Axis) -> float:
+    """Three steps of a compiled model against the same in eager mode; graph breaks are fine, other numbers are not."""
+    group = dist.new_group(range(2))
+    if axis.rank >= 2:
+        return 0.0
+
+    def model(x: Tensor) -> Tensor:
+        h = torch.sin(x) + 1
+        o, _ = weft.linear_attention(h, h, h, layout="zigzag", group=group)
+        return (o * torch.cos(x)).square().sum()
+
+    compiled, worst = torch.compile(model, backend="aot_eager"), 0.0
+    for step in range(3):
+        x = torch.randn(1, 12, 2, 4, generator=torch.Generator().manual_seed(10 * step + axis.rank))
+        grads = [torch.autograd.grad(run(y), y)[0] for run in (model, compiled) for y in [x.clone().requires_grad_()]]
+        worst = max(worst, (grads[0] - grads[1]).abs().max().item())
+    return worst
+
+
+def test_a_compiled_model_gives_the_same(pool: ProcessWorld) -> None:
+    assert max(pool.run(compiled_steps)) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 def test_as_flash_linear_attention(decay: str) -> None:

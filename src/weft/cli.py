@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import tyro
 
-from weft.bench import scan, trace
+from weft.bench import linear_attention, scan, trace
 from weft.bench.report import Report, describe_machine
 from weft.bench.world import crew
 from weft.comm import Machine
@@ -28,13 +29,36 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
     """
     with crew(ranks) as world:
         header = describe_machine(bench="scan", ranks=world.size, repeats=repeats, calls=calls)
-        title = f"exclusive scan on {world.size} ranks, fp32 states with a scalar decay"
-        report = Report(title, scan.COLUMNS, json, world.reports, header)
-        try:
-            scan.run(world, report, repeats, calls)
-        except KeyboardInterrupt:
-            print("stopped: the rows measured so far follow", file=sys.stderr)
-        report.show()
+        report = Report(scan.layouts(world.size), json, world.reports, header)
+        _measure(report, lambda: scan.run(world, report, repeats, calls))
+
+
+def bench_linear_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:
+    """Linear attention: the local kernel beside a matmul, and ranks beside LASP, LASP-2 and ZeCO.
+
+    The first table counts the FLOPs of the algorithm at chunk 64 on one thread. The second compares with the same
+    local work without communication, on as many processes. The baselines use weft's own kernels and differ in what
+    they send and when they wait. Peak memory is what a forward and backward add to the resident set.
+
+    Args:
+        ranks: Local processes to start. Under torchrun, the number it started.
+        tokens: Tokens a rank holds; the kernel is measured on twice as many.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+    """
+    with crew(ranks) as world:
+        header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
+        report = Report(linear_attention.layouts(world.size, tokens), json, world.reports, header)
+        _measure(report, lambda: linear_attention.run(world, report, repeats, tokens))
+
+
+def _measure(report: Report, work: Callable[[], None]) -> None:
+    """Do the work and show what there is, also when the user stops it."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        print("stopped: the rows measured so far follow", file=sys.stderr)
+    report.show()
 
 
 def trace_scan(
@@ -73,6 +97,7 @@ def main() -> None:
     """Entry point of the ``weft`` command."""
     bench = tyro.extras.SubcommandApp()
     bench.command(name="scan")(bench_scan)
+    bench.command(name="linear-attention")(bench_linear_attention)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)
     app = tyro.extras.SubcommandApp()

@@ -29,19 +29,30 @@ class Column:
     form: str
 
 
-@dataclass
-class Report:
-    """Rows of one benchmark. With ``path`` every added row is on disk at once, so that nothing is lost."""
+@dataclass(frozen=True)
+class Layout:
+    """One table: its title and columns. Rows that share the first column stand together."""
 
     title: str
     columns: tuple[Column, ...]
+
+
+@dataclass
+class Report:
+    """Rows of one benchmark, in one or more tables.
+
+    With ``path`` every added row is on disk at once, so that nothing is lost.
+    """
+
+    tables: dict[str, Layout]
     path: Path | None
     shown: bool = True
     header: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+    def add(self, table: str, row: dict[str, Any]) -> None:
+        """Keep a row of ``table``."""
+        self.rows.append({"table": table, **row})
         if self.path is not None and self.shown:
             draft = self.path.with_name(self.path.name + ".part")
             draft.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1))
@@ -55,19 +66,29 @@ class Report:
             yield lambda: bar.advance(task)
 
     def show(self) -> None:
+        """Print the tables that have rows."""
         if not self.shown:
             return
-        table = Table(title=self.title)
-        for column in self.columns:
-            table.add_column(column.heading, justify="left" if column.form == "{}" else "right")
-        group = self.columns[0].key
-        for index, row in enumerate(self.rows):
-            if index and row[group] != self.rows[index - 1][group]:
-                table.add_section()
-            table.add_row(*(column.form.format(row[column.key]) for column in self.columns))
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        for name, layout in self.tables.items():
+            rows = [row for row in self.rows if row["table"] == name]
+            if rows:
+                console.print(_draw(layout, rows))
         if self.path is not None:
             Console(stderr=True).print(f"written: {self.path}")
+
+
+def _draw(layout: Layout, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=layout.title)
+    for column in layout.columns:
+        table.add_column(column.heading, justify="left" if column.form == "{}" else "right")
+    group = [row[layout.columns[0].key] for row in rows]
+    for index, row in enumerate(rows):
+        if index and group[index] != group[index - 1] and len(set(group)) < len(group):
+            table.add_section()
+        cells = ((column, row.get(column.key)) for column in layout.columns)
+        table.add_row(*("" if value is None else column.form.format(value) for column, value in cells))
+    return table
 
 
 def describe_machine(**facts: Any) -> dict[str, Any]:

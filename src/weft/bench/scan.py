@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.bench import handwritten
-from weft.bench.report import Column, Report
+from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import slowest, take_turns
 from weft.bench.world import Crew
 from weft.comm import Axis, Ledger, record
@@ -32,6 +32,11 @@ COLUMNS = (
 )
 
 
+def layouts(ranks: int) -> dict[str, Layout]:
+    """The table of this benchmark."""
+    return {"scan": Layout(f"exclusive scan on {ranks} ranks, fp32 states with a scalar decay", COLUMNS)}
+
+
 def run(crew: Crew, report: Report, repeats: int, calls: int) -> None:
     """Measure, adding a row a method and size to ``report`` as soon as the size is done."""
     with report.progress(len(SIZES) * repeats, "scan") as advance:
@@ -39,13 +44,13 @@ def run(crew: Crew, report: Report, repeats: int, calls: int) -> None:
             facts = [crew.run(inspect, method, shape) for method in METHODS]
             samples: dict[str, list[float]] = defaultdict(list)
             try:
-                for _ in range(repeats):
-                    for name, seconds in slowest(crew.run(sample, shape, calls)).items():
+                for turn in range(repeats):
+                    for name, seconds in slowest(crew.run(sample, shape, calls, turn)).items():
                         samples[name].append(seconds)
                     advance()
             finally:  # Ctrl-C keeps what was measured
                 for row in _rows(shape, samples, dict(zip(METHODS, facts, strict=True))):
-                    report.add(row)
+                    report.add("scan", row)
 
 
 def _rows(shape: tuple[int, ...], samples: dict[str, list[float]], facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -86,7 +91,7 @@ def inspect(axis: Axis, method: str, shape: tuple[int, ...]) -> tuple[Ledger, fl
     return ledger, error.item()
 
 
-def sample(axis: Axis, shape: tuple[int, ...], calls: int) -> dict[str, float]:
+def sample(axis: Axis, shape: tuple[int, ...], calls: int, turn: int) -> dict[str, float]:
     """One interleaved sample of every method and of its hand-written version."""
     state, log = _inputs(axis.rank, shape)
     assert isinstance(axis.wire, DistWire)
@@ -96,4 +101,4 @@ def sample(axis: Axis, shape: tuple[int, ...], calls: int) -> dict[str, float]:
     for method in METHODS:
         cases[method] = lambda method=method: exclusive_scan(state, log_decay=log, group=axis, method=method)
         cases[f"{method} by hand"] = lambda method=method: handwritten.scan(line, method, state, log, blocks)
-    return take_turns(axis, cases, calls)
+    return take_turns(axis, cases, calls, turn)

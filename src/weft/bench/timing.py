@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -21,18 +23,44 @@ def line_up(axis: Axis) -> None:
         step *= 2
 
 
-def take_turns(axis: Axis, cases: Mapping[str, Case], calls: int = 1) -> dict[str, float]:
-    """Seconds a call of each case on this rank, one sample each, in an order that is the same on every rank."""
-    seconds = {}
-    for name, case in cases.items():
-        line_up(axis)
-        start = time.perf_counter()
-        for _ in range(calls):
+def take_turns(axis: Axis, cases: Mapping[str, Case], calls: int = 1, turn: int = 0) -> dict[str, float]:
+    """Seconds a call of each case on this rank, the mean of ``calls``; the order is the same on every rank.
+
+    Everybody lines up before every call, so that a rank cannot run ahead and hide what a call costs the others.
+    ``turn`` says which case begins: what follows what must not favour any.
+    """
+    seconds = dict.fromkeys(cases, 0.0)
+    order = list(cases.items())
+    for call in range(calls):
+        first = (turn * calls + call) % len(order)
+        for name, case in order[first:] + order[:first]:
+            line_up(axis)
+            start = time.perf_counter()
             case()
-        seconds[name] = (time.perf_counter() - start) / calls
+            seconds[name] += (time.perf_counter() - start) / calls
     return seconds
 
 
 def slowest(samples: list[dict[str, float]]) -> dict[str, float]:
-    """One sample of all ranks: the time of the rank that took longest."""
-    return {name: max(sample[name] for sample in samples) for name in samples[0]}
+    """One sample of all ranks: the time of the rank that took longest, of those that took part."""
+    return {name: max(sample[name] for sample in samples if sample) for name in samples[0]}
+
+
+def peak_memory(case: Case) -> int | None:
+    """How many bytes the resident memory of this process rises at most during a call; None where Linux is not."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+
+    def read(field: str) -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # give back what earlier cases freed, so that this one must ask for it
+        reset.write_text("5")  # forget the old peak
+    except (OSError, AttributeError):
+        return None
+    before = read("VmRSS")
+    case()
+    return max(0, read("VmHWM") - before)

@@ -164,8 +164,12 @@ class Axis:
         """
         call = self.call or Call(self.space.name, 0, "exchange", (), zlib.crc32(self.space.name.encode()) >> 1)
         members, rank = self.members, self.rank
-        outgoing = [(members[to], self._tag(call, rank, to), tensor) for to, tensor in sends if tensor.numel()]
-        incoming = [(members[at], self._tag(call, at, rank), tensor) for at, tensor in receives if tensor.numel()]
+        if self.places is None:
+            outgoing = [(members[to], call.tag, tensor) for to, tensor in sends if tensor.numel()]
+            incoming = [(members[at], call.tag, tensor) for at, tensor in receives if tensor.numel()]
+        else:
+            outgoing = [(members[to], self._tag(call, rank, to), tensor) for to, tensor in sends if tensor.numel()]
+            incoming = [(members[at], self._tag(call, at, rank), tensor) for at, tensor in receives if tensor.numel()]
         if not ledger.is_recording():
             return self.wire.exchange(call, outgoing, incoming)
         event = ledger.Event(
@@ -188,8 +192,7 @@ class Axis:
 
     def _tag(self, call: Call, source: int, to: int) -> int:
         """On a path, where two ranks may meet at several places, the places are part of the tag."""
-        if self.places is None:
-            return call.tag
+        assert self.places is not None
         return (call.tag + 0x632BE5AB * ((self.places[source] << 16) + self.places[to] + 1)) & 0x7FFFFFFF
 
     def _sizes(self, messages: Sequence[WireMessage]) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
+from weft.comm.eager import eager
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -85,6 +86,7 @@ def gather_lengths(axis: Axis, length: int) -> list[int]:
     return [int(one) for one in table]
 
 
+@eager
 def shard(x: Tensor, dim: int, *, layout: str = "contiguous", group: Any = None) -> Tensor:
     """This rank's slice of ``x``, cut along ``dim``. Every rank passes the whole; nothing crosses ranks.
 
@@ -101,6 +103,7 @@ def shard(x: Tensor, dim: int, *, layout: str = "contiguous", group: Any = None)
     return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, dim)
 
 
+@eager
 def unshard(x: Tensor, dim: int, *, layout: str = "contiguous", group: Any = None) -> Tensor:
     """The whole on every rank, from slices as `shard` cuts them, or of any other lengths.
 

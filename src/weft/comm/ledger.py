@@ -101,16 +101,16 @@ class Ledger:
 
 def _longest_chain(events: Iterable[Event]) -> int:
     """Replay the events rank by rank: a send leaves at its rank's depth, a receive lifts it to one more."""
-    points: dict[tuple[int, str], list[tuple[float, int, Event]]] = defaultdict(list)
+    points: dict[int, list[tuple[float, int, Event]]] = defaultdict(list)
     for event in events:
-        points[event.rank, event.lane].append((event.began, 0, event))
-        points[event.rank, event.lane].append((math.inf if event.ended is None else event.ended, 1, event))
+        points[event.rank].append((event.began, 0, event))
+        points[event.rank].append((math.inf if event.ended is None else event.ended, 1, event))
     todo = {row: deque(sorted(steps, key=lambda step: step[:2])) for row, steps in points.items()}
-    depth: dict[tuple[int, str], int] = defaultdict(int)
+    depth: dict[int, int] = defaultdict(int)
     left: dict[int, int] = {}
     flying: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
 
-    def advance(row: tuple[int, str], force: bool) -> bool:
+    def advance(row: int, force: bool) -> bool:
         moved = False
         while todo[row]:
             _, kind, event = todo[row][0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.eager import eager
 from weft.comm.layout import find_layout_fault
 from weft.linear_attention.distributed import Job, LinearAttention
 from weft.scan import METHODS
@@ -17,6 +18,7 @@ SMALL_STATE = 256 * 1024  # bytes: below, rounds decide; above, bytes do
 FEW_RANKS = 8
 
 
+@eager
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -28,10 +28,11 @@ class Affine:
     Logs are only ever added: nothing divides by a decay, and a log of -inf (decay 0) is exact.
     """
 
-    __slots__ = ("_flat", "decay", "kind", "state")
+    __slots__ = ("_factor", "_flat", "decay", "kind", "state")
 
     def __init__(self, kind: Kind, state: Tensor, decay: Tensor | None, flat: Tensor | None = None) -> None:
         self.kind, self.state, self.decay, self._flat = kind, state, decay, flat
+        self._factor: Tensor | None = None
 
     @staticmethod
     def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Affine:
@@ -69,6 +70,14 @@ class Affine:
         """B alone, as a message."""
         return self.state.view(-1)
 
+    @property
+    def factor(self) -> Tensor:
+        """exp of the log decay, with the dimensions it lacks of the state; for a scalar or vector decay."""
+        if self._factor is None:
+            assert self.decay is not None
+            self._factor = self.decay.exp().view(*self.decay.shape, *(1,) * (self.state.ndim - self.decay.ndim))
+        return self._factor
+
     def apply(self, state: Tensor | None) -> Tensor:
         """A state + B, in a new tensor; None is the zero state (and gives B itself)."""
         if state is None:
@@ -82,7 +91,7 @@ class Affine:
             return torch.add(self.state, state, out=out)
         if self.kind == "dense":
             return torch.matmul(self.decay, state, out=out).add_(self.state)
-        return torch.addcmul(self.state, _over_rows(self.decay.exp(), self.state), state, out=out)
+        return torch.addcmul(self.state, self.factor, state, out=out)
 
     def then(self, later: Affine) -> Affine:
         """First this map, then ``later``: (A2 A1, A2 B1 + B2). Associative; for dense maps not commutative."""
@@ -110,7 +119,10 @@ class Affine:
             return [Affine("none", part, None) for part in rows]
         logs = self.decay.reshape(-1)
         logs = logs.repeat_interleave(keys) if self.kind == "scalar" else logs
-        return [Affine("vector", part, log) for part, log in zip(rows, logs.tensor_split(blocks), strict=True)]
+        pieces = [Affine("vector", part, log) for part, log in zip(rows, logs.tensor_split(blocks), strict=True)]
+        for piece, factor in zip(pieces, logs.exp().unsqueeze(-1).tensor_split(blocks), strict=True):
+            piece._factor = factor
+        return pieces
 
 
 def _is_idle(out: Tensor) -> bool:
@@ -122,8 +134,3 @@ def _decay_shape(kind: Kind, shape: torch.Size) -> tuple[int, ...]:
     if kind == "scalar":
         return tuple(shape[:-2])
     return tuple(shape[:-1]) if kind == "vector" else (*shape[:-1], shape[-2])
-
-
-def _over_rows(decay: Tensor, state: Tensor) -> Tensor:
-    """A decay of ``[...]`` or ``[..., K]`` with the dimensions it lacks of ``[..., K, V]``."""
-    return decay.view(*decay.shape, *(1,) * (state.ndim - decay.ndim))

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.eager import eager
 from weft.scan.affine import Affine
 from weft.scan.methods import METHODS
 
 
+@eager
 def exclusive_scan(
     state: Tensor,
     *,

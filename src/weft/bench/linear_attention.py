@@ -1,0 +1,197 @@
+"""`weft bench linear-attention`: the local kernel against a matmul, and the ranks against what people use today."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.bench.lasp import Baseline
+from weft.bench.report import Column, Layout, Report
+from weft.bench.timing import Case, peak_memory, slowest, take_turns
+from weft.bench.world import Crew
+from weft.comm import Axis, Ledger, record
+from weft.comm.wire import SoloWire
+from weft.linear_attention import linear_attention
+from weft.scan import METHODS
+from weft.scan.pipeline import default_blocks
+
+HEADS, DIM, CHUNK = 8, 64, 64
+PRODUCTS = 14  # of chunk x chunk x dim in forward and backward: see `flops`
+
+KERNEL_COLUMNS = (
+    Column("case", "one process, one thread", "{}"),
+    Column("milliseconds", "ms", "{:.1f}"),
+    Column("percent_of_matmul", "% of matmul rate", "{:.0f}"),
+    Column("times_faster", "x faster than fla naive", "{:.1f}"),
+)
+RANK_COLUMNS = (
+    Column("case", "ranks", "{}"),
+    Column("milliseconds", "ms", "{:.1f}"),
+    Column("to_local", "x local work", "{:.3f}"),
+    Column("to_weft", "x weft", "{:.3f}"),
+    Column("bytes_sent", "bytes sent", "{:,}"),
+    Column("rounds", "rounds", "{}"),
+    Column("peak_megabytes", "peak MB", "{:.0f}"),
+)
+
+
+def layouts(ranks: int, tokens: int) -> dict[str, Layout]:
+    """The two tables of this benchmark."""
+    shape = f"H{HEADS} K=V={DIM} fp32, forward + backward"
+    return {
+        "kernel": Layout(f"the chunked kernel, B1 T{2 * tokens} {shape}", KERNEL_COLUMNS),
+        "ranks": Layout(f"{ranks} ranks of T{tokens}, scalar gate, {shape}", RANK_COLUMNS),
+    }
+
+
+def flops(tokens: int) -> int:
+    """Of the algorithm at chunk 64: 4 products a chunk and head forward, 10 backward (two of them again)."""
+    return PRODUCTS * 2 * CHUNK * CHUNK * DIM * (tokens // CHUNK) * HEADS
+
+
+def run(crew: Crew, report: Report, repeats: int, tokens: int) -> None:
+    """Measure both tables; a table's rows are kept as far as they were measured."""
+    with report.progress(2 * repeats, "linear attention") as advance:
+        for table, measure, rows in (
+            ("kernel", sample_kernel, _kernel_rows),
+            ("ranks", sample_ranks, _rank_rows),
+        ):
+            samples: dict[str, list[float]] = defaultdict(list)
+            facts = crew.run(inspect, tokens) if table == "ranks" else []
+            try:
+                for turn in range(repeats + 1):
+                    for name, seconds in slowest(crew.run(measure, tokens, turn)).items():
+                        if turn:  # the first one warms up
+                            samples[name].append(seconds)
+                    if turn:
+                        advance()
+            finally:
+                for row in rows(samples, facts, tokens) if samples else ():
+                    report.add(table, row)
+
+
+def _kernel_rows(samples: dict[str, list[float]], facts: list[Any], tokens: int) -> list[dict[str, Any]]:
+    rate = [2 * 1024**3 / seconds for seconds in samples["matmul"]]
+    rows = []
+    for name in (name for name in samples if name != "matmul"):
+        shares = [flops(2 * tokens) / s / r for s, r in zip(samples[name], rate, strict=True)]
+        row = {"case": name, "milliseconds": statistics.median(samples[name]) * 1e3,
+               "percent_of_matmul": 100 * statistics.median(shares)}  # fmt: skip
+        if "fla naive chunk" in samples:
+            naive = zip(samples["fla naive chunk"], samples[name], strict=True)
+            row["times_faster"] = statistics.median(theirs / ours for theirs, ours in naive)
+        rows.append(row)
+    return rows
+
+
+def _rank_rows(samples: dict[str, list[float]], facts: list[Any], tokens: int) -> list[dict[str, Any]]:
+    def ratio(name: str, base: str) -> float:
+        return statistics.median(a / b for a, b in zip(samples[name], samples[base], strict=True))
+
+    rows = []
+    for name in samples:
+        ledgers = [fact[name][0] for fact in facts]
+        peaks = [fact[name][1] for fact in facts if fact[name][1] is not None]
+        rows.append({
+            "case": name,
+            "milliseconds": statistics.median(samples[name]) * 1e3,
+            "to_local": ratio(name, "no communication"),
+            "to_weft": ratio(name, "weft auto"),
+            "bytes_sent": max(ledger.bytes_sent for ledger in ledgers),
+            "rounds": Ledger.merge(ledgers).rounds,
+            "peak_megabytes": max(peaks) / 1e6 if peaks else None,
+        })  # fmt: skip
+    return rows
+
+
+def _inputs(tokens: int, seed: int) -> list[Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(1, tokens, HEADS, DIM, generator=make) for _ in range(3)]
+    return [t.requires_grad_() for t in [*tensors, -0.05 * torch.rand(1, tokens, HEADS, generator=make)]]
+
+
+def _step(attend: Callable[..., Tensor], inputs: list[Tensor]) -> Case:
+    """Forward and backward of every input."""
+    grad = torch.ones(inputs[2].shape)
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, grad)
+
+
+def sample_kernel(axis: Axis, tokens: int, turn: int) -> dict[str, float]:
+    """On rank 0, alone: the kernel by decay class, fla's naive chunked op if it is installed, and a matmul."""
+    if axis.rank > 0:
+        return {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = Axis.over(SoloWire())
+    inputs = _inputs(2 * tokens, seed=0)
+    q, k, v = inputs[:3]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return linear_attention(*tensors, group=alone)[0]
+
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    constant = torch.full((HEADS,), -0.05).requires_grad_()
+    cases: dict[str, Case] = {
+        "matmul": lambda: a @ b,
+        "weft, no decay": _step(attend, [q, k, v]),
+        "weft, constant decay": _step(attend, [q, k, v, constant]),
+        "weft, scalar gate": _step(attend, inputs),
+    }
+    if naive := _fla_naive():
+        cases["fla naive chunk"] = _step(lambda *t: naive(*t)[0], inputs)
+    try:
+        return take_turns(alone, cases, turn=turn)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fla_naive() -> Callable[..., Any] | None:
+    """flash-linear-attention's chunked op in plain PyTorch, the one of its ops that runs on a CPU."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module("fla.ops.simple_gla.naive").naive_chunk_simple_gla
+    except ImportError:
+        return None
+
+
+def _rank_cases(axis: Axis, tokens: int) -> dict[str, Case]:
+    inputs = _inputs(tokens, axis.rank)
+    alone = Axis.over(SoloWire())
+    blocks = max(2, default_blocks(torch.empty(HEADS, DIM, DIM)))
+
+    def weft_by(method: str, group: Axis) -> Case:
+        return _step(lambda *t: linear_attention(*t, method=method, group=group)[0], inputs)
+
+    cases = {"no communication": weft_by("auto", alone), "weft auto": weft_by("auto", axis)}
+    cases |= {f"weft {method}": weft_by(method, axis) for method in METHODS}
+    for name, schedule in (
+        ("LASP: ring, receive first", "lasp"),
+        ("LASP-2: blocking all-gather", "lasp2"),
+        ("ZeCO: chain in blocks", "zeco"),
+    ):
+        cases[name] = _step(lambda *t, s=schedule: Baseline.apply(*t, axis, s, blocks), inputs)
+    return cases
+
+
+def inspect(axis: Axis, tokens: int) -> dict[str, tuple[Ledger, int | None]]:
+    """What each case sends, and how much memory it takes beyond its inputs."""
+    facts = {}
+    for name, case in _rank_cases(axis, tokens).items():
+        case()
+        with record() as ledger:
+            peak = peak_memory(case)
+        facts[name] = ledger, peak
+    return facts
+
+
+def sample_ranks(axis: Axis, tokens: int, turn: int) -> dict[str, float]:
+    """One interleaved sample of weft's methods, the baselines and the same work without communication."""
+    return take_turns(axis, _rank_cases(axis, tokens), turn=turn)
