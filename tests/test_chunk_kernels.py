@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import grid
 import pytest
 import torch
 from recurrence import reference
 from torch import Tensor
 
+from weft.linear_attention import grid
 from weft.linear_attention.chunk import Backward, Forward
 
 DECAYS = ["none", "constant", "constant_v", "scalar", "scalar_v", "vector", "vector_v"]

@@ -42,6 +42,8 @@ def test_slices_of_any_lengths_make_one_sequence(lengths: list[int], layout: str
 def test_zigzag_gives_rank_r_the_parts_r_and_its_mirror() -> None:
     run = weft.VirtualWorld(3).run(lambda axis: weft.shard(torch.arange(12), 0, layout="zigzag").tolist())
     assert run.results == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    uneven = weft.VirtualWorld(2).run(lambda axis: weft.shard(torch.arange(7), 0, layout="zigzag").tolist())
+    assert uneven.results == [[0, 1, 6], [2, 3, 4, 5]]  # parts of 2, 2, 2 and 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

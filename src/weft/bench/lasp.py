@@ -56,7 +56,7 @@ def _receive(call: Axis, q: Tensor, v: Tensor) -> Tensor | None:
     """LASP: what comes from the rank before, before anything else."""
     if call.rank == 0:
         return None
-    state = torch.empty(q.shape[0], v.shape[2], q.shape[3], v.shape[3])
+    state = q.new_empty(q.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
     call.receive(state, call.rank - 1).wait()
     return state
 

@@ -16,7 +16,7 @@ from weft.bench.lasp import Baseline
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, peak_memory, slowest, take_turns
 from weft.bench.world import Crew
-from weft.comm import Axis, Ledger, record
+from weft.comm import Axis, Ledger, Machine, VirtualWorld, record
 from weft.comm.wire import SoloWire
 from weft.linear_attention import linear_attention
 from weft.scan import METHODS
@@ -42,12 +42,28 @@ RANK_COLUMNS = (
 )
 
 
+VIRTUAL_RANKS, VIRTUAL_TOKENS = 64, 1024
+MACHINE = Machine(latency=10e-6, bandwidth=25e9, flops=100e12, memory_bandwidth=1.5e12)
+VIRTUAL_COLUMNS = (
+    Column("case", "virtual ranks", "{}"),
+    Column("microseconds", "virtual us", "{:.0f}"),
+    Column("to_local", "x local work", "{:.2f}"),
+    Column("to_weft", "x weft", "{:.2f}"),
+    Column("bytes_sent", "bytes sent", "{:,}"),
+    Column("rounds", "rounds", "{}"),
+)
+
+
 def layouts(ranks: int, tokens: int) -> dict[str, Layout]:
-    """The two tables of this benchmark."""
+    """The tables of this benchmark."""
     shape = f"H{HEADS} K=V={DIM} fp32, forward + backward"
     return {
         "kernel": Layout(f"the chunked kernel, B1 T{2 * tokens} {shape}", KERNEL_COLUMNS),
         "ranks": Layout(f"{ranks} ranks of T{tokens}, scalar gate, {shape}", RANK_COLUMNS),
+        "virtual": Layout(
+            f"{VIRTUAL_RANKS} ranks of T{VIRTUAL_TOKENS} in virtual time: 10 us, 25 GB/s, 100 TFLOP/s, 1.5 TB/s",
+            VIRTUAL_COLUMNS,
+        ),
     }
 
 
@@ -75,6 +91,30 @@ def run(crew: Crew, report: Report, repeats: int, tokens: int) -> None:
             finally:
                 for row in rows(samples, facts, tokens) if samples else ():
                     report.add(table, row)
+    if crew.reports:
+        simulate(report)
+
+
+def simulate(report: Report) -> None:
+    """The same cases on many ranks in virtual time, where the length of a chain shows."""
+    results = {}
+    methods = {f"weft {method}" for method in METHODS}
+    for name in (name for name in _rank_cases(Axis.over(SoloWire()), 1, "meta") if name not in methods):
+
+        def program(axis: Axis, name: str = name) -> None:
+            _rank_cases(axis, VIRTUAL_TOKENS, "meta")[name]()
+
+        results[name] = VirtualWorld(VIRTUAL_RANKS, MACHINE).run(program)
+    elapsed = {name: result.elapsed or 0.0 for name, result in results.items()}
+    for name, result in results.items():
+        report.add("virtual", {
+            "case": name,
+            "microseconds": elapsed[name] * 1e6,
+            "to_local": elapsed[name] / elapsed["no communication"],
+            "to_weft": elapsed[name] / elapsed["weft auto"],
+            "bytes_sent": max(ledger.bytes_sent for ledger in result.ledgers),
+            "rounds": Ledger.merge(result.ledgers).rounds,
+        })  # fmt: skip
 
 
 def _kernel_rows(samples: dict[str, list[float]], facts: list[Any], tokens: int) -> list[dict[str, Any]]:
@@ -111,15 +151,16 @@ def _rank_rows(samples: dict[str, list[float]], facts: list[Any], tokens: int) -
     return rows
 
 
-def _inputs(tokens: int, seed: int) -> list[Tensor]:
+def _inputs(tokens: int, seed: int, device: str = "cpu") -> list[Tensor]:
     make = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(1, tokens, HEADS, DIM, generator=make) for _ in range(3)]
-    return [t.requires_grad_() for t in [*tensors, -0.05 * torch.rand(1, tokens, HEADS, generator=make)]]
+    gate = -0.05 * torch.rand(1, tokens, HEADS, generator=make)
+    return [t.to(device).requires_grad_() for t in [*tensors, gate]]
 
 
 def _step(attend: Callable[..., Tensor], inputs: list[Tensor]) -> Case:
     """Forward and backward of every input."""
-    grad = torch.ones(inputs[2].shape)
+    grad = torch.ones_like(inputs[2])
     return lambda: torch.autograd.grad(attend(*inputs), inputs, grad)
 
 
@@ -162,8 +203,8 @@ def _fla_naive() -> Callable[..., Any] | None:
         return None
 
 
-def _rank_cases(axis: Axis, tokens: int) -> dict[str, Case]:
-    inputs = _inputs(tokens, axis.rank)
+def _rank_cases(axis: Axis, tokens: int, device: str = "cpu") -> dict[str, Case]:
+    inputs = _inputs(tokens, axis.rank, device)
     alone = Axis.over(SoloWire())
     blocks = max(2, default_blocks(torch.empty(HEADS, DIM, DIM)))
 
