@@ -60,9 +60,14 @@ class Affine:
     @property
     def flat(self) -> Tensor:
         """B and the decay, as a message."""
-        if self._flat is None:
-            parts = [self.state.view(-1)] + ([] if self.decay is None else [self.decay.reshape(-1)])
-            self._flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self._flat is None and self.decay is None:
+            self._flat = self.state.view(-1)
+        elif self._flat is None:
+            packed = self.empty_like()  # and two copies: torch.cat of meta tensors loads the compiler
+            packed.state.copy_(self.state)
+            assert packed.decay is not None and self.decay is not None
+            packed.decay.copy_(self.decay)
+            self._flat = packed.flat
         return self._flat
 
     @property
