@@ -71,12 +71,22 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     words = weft_command("bench", "scan", "--ranks", "2", "--repeats", "100000", "--calls", "1", "--json", str(rows))
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(8)
+    assert process.stderr is not None and "scan: measuring" in process.stderr.readline()
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "stopped: the rows measured so far follow" in err and "doubling" in out
     assert all(row["samples"] > 0 for row in json.loads(rows.read_text())["rows"])
+
+
+@pytest.mark.parametrize("seconds", [1.5, 3.0])
+def test_ctrl_c_before_the_first_sample_ends_it_too(seconds: float) -> None:
+    words = weft_command("bench", "scan", "--ranks", "2", "--repeats", "100000")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode in (-signal.SIGINT, 0, 1, 130)
 
 
 def test_trace_writes_a_timeline_and_refuses_an_unknown_method(tmp_path: Path) -> None:

@@ -31,6 +31,21 @@ def test_a_message_costs_its_link_and_its_delay() -> None:
     assert weft.VirtualWorld(2, weft.Machine(5.0, 40.0)).run(program).elapsed == 3 * 1.0 + 5.0
 
 
+def test_messages_meet_in_the_order_they_were_asked_for() -> None:
+    def program(axis: weft.Axis) -> list[float]:
+        if axis.rank == 0:
+            for value in (1.0, 2.0):
+                axis.send(torch.full((1,), value), 1).wait()
+            return []
+        boxes = [torch.zeros(1), torch.zeros(1)]
+        pending = [axis.receive(box, 0) for box in boxes]
+        for one in reversed(pending):  # waited for in the other order
+            one.wait()
+        return [box.item() for box in boxes]
+
+    assert weft.VirtualWorld(2).run(program).results[1] == [1.0, 2.0]
+
+
 def test_operators_cost_flops_or_bytes() -> None:
     def program(axis: weft.Axis) -> None:
         a = torch.empty(10, 10, device="meta")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from weft.bench import linear_attention, scan, trace
+from weft.bench import attention, linear_attention, scan, trace
 from weft.bench.report import Report, describe_machine
 from weft.bench.world import crew
 from weft.comm import Machine
@@ -50,6 +50,25 @@ def bench_linear_attention(ranks: int = 2, tokens: int = 4096, json: Path | None
         header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
         report = Report(linear_attention.layouts(world.size, tokens), json, world.reports, header)
         _measure(report, lambda: linear_attention.run(world, report, repeats, tokens))
+
+
+def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:
+    """Context-parallel softmax attention beside one process, a strided all-gather, rings and Ulysses.
+
+    "x one process" compares with the whole sequence in one process that has a thread for every rank, "x its own work"
+    with the same layout when all keys are already there. The baselines use weft's own block kernels and differ in what
+    they send and when they wait. Peak memory is what a forward and backward add to the resident set.
+
+    Args:
+        ranks: Local processes to start. Under torchrun, the number it started.
+        tokens: Tokens of the whole sequence.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+    """
+    with crew(ranks) as world:
+        header = describe_machine(bench="attention", ranks=world.size, tokens=tokens, repeats=repeats)
+        report = Report(attention.layouts(world.size, tokens), json, world.reports, header)
+        _measure(report, lambda: attention.run(world, report, repeats, tokens))
 
 
 def _measure(report: Report, work: Callable[[], None]) -> None:
@@ -98,6 +117,7 @@ def main() -> None:
     bench = tyro.extras.SubcommandApp()
     bench.command(name="scan")(bench_scan)
     bench.command(name="linear-attention")(bench_linear_attention)
+    bench.command(name="attention")(bench_attention)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)
     app = tyro.extras.SubcommandApp()
@@ -108,3 +128,6 @@ def main() -> None:
     except (ValueError, TypeError) as error:
         print(f"weft: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped before anything was measured", file=sys.stderr)
+        sys.exit(130)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -60,8 +61,12 @@ class Report:
 
     @contextmanager
     def progress(self, steps: int, label: str) -> Iterator[Callable[[], None]]:
-        """A bar on a terminal, nothing elsewhere."""
-        with Progress(console=Console(stderr=True), disable=not (self.shown and sys.stderr.isatty())) as bar:
+        """A bar on a terminal; elsewhere a line when the first sample has been taken."""
+        if not self.shown or not sys.stderr.isatty():
+            taken = itertools.count()
+            yield lambda: None if next(taken) or not self.shown else print(f"{label}: measuring", file=sys.stderr)
+            return
+        with Progress(console=Console(stderr=True)) as bar:
             task = bar.add_task(label, total=steps)
             yield lambda: bar.advance(task)
 

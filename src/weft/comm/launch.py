@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -42,15 +43,21 @@ class ProcessWorld:
             context.set_forkserver_preload(["weft"])
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, ranks, self._store.port, timeout), name=f"rank {rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        try:
+            for rank in range(ranks):
+                self._start(context, rank, timeout)
+        except BaseException:  # Ctrl-C too: leave nobody behind
+            self.close()
+            raise
+
+    def _start(self, context: Any, rank: int, timeout: timedelta) -> None:
+        ours, theirs = context.Pipe()
+        arguments = (theirs, rank, self.size, self._store.port, timeout)
+        process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+        process.start()
+        theirs.close()
+        self._pipes.append(ours)
+        self._processes.append(process)
 
     def run(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """``fn(axis, *args)`` on every rank; results in rank order, or the first failure with its traceback.
@@ -146,6 +153,7 @@ def collect(axis: Axis, value: T) -> list[T]:
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta) -> None:
     """A rank: take functions from the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_follow_parent, name="weft parent", daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
@@ -162,6 +170,14 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta
             pipe.send_bytes(_pickled(answer))
     finally:
         dist.destroy_process_group()
+
+
+def _follow_parent() -> None:
+    """End with the process that started this rank, however it ends and whatever this rank waits for."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _pickled(answer: tuple[bool, Any]) -> bytes:

@@ -77,9 +77,9 @@ def lay_out(lengths: Sequence[int], layout: str) -> list[Run]:
     return runs
 
 
-def gather_lengths(axis: Axis, length: int) -> list[int]:
-    """Every rank's ``length``: one round of 8 bytes."""
-    mine = torch.tensor([length])
+def gather_lengths(axis: Axis, length: int, device: torch.device) -> list[int]:
+    """Every rank's ``length``: one round of 8 bytes, in host memory unless the wire is NCCL."""
+    mine = torch.tensor([length], device=device if getattr(axis.wire, "grouped", False) else "cpu")
     table = [mine if rank == axis.rank else torch.empty_like(mine) for rank in range(axis.size)]
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     axis.exchange([(rank, mine) for rank in others], [(rank, table[rank]) for rank in others]).wait()
@@ -126,7 +126,7 @@ class _Unshard(torch.autograd.Function):
         call = axis.begin(
             "unshard", dim=dim, rest=rest, dtype=x.dtype, layout=layout, gradient=ctx.needs_input_grad[0]
         )  # fmt: skip
-        lengths = gather_lengths(call, x.shape[dim])
+        lengths = gather_lengths(call, x.shape[dim], x.device)
         ctx.dim, ctx.layout, ctx.axis, ctx.lengths = dim, layout, axis, lengths
         mine = x.movedim(dim, 0).contiguous()
         slices = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -42,6 +42,16 @@ class _Parcel:
     arrival: float
 
 
+@dataclass
+class _Route:
+    """Messages from one rank to another under one tag. The n-th receive gets the n-th message, as on Gloo."""
+
+    sent: int = 0
+    asked: int = 0
+    parcels: dict[int, _Parcel] = field(default_factory=dict)
+    waiting: dict[int, Task] = field(default_factory=dict)
+
+
 class VirtualWorld:
     """``size`` ranks as threads of this process, one at a time, in the order of their virtual clocks.
 
@@ -73,8 +83,7 @@ class _Switchboard:
         self.operators: list[Event] = []
         self.known: dict[Any, Any] = {}
         self.link_free = [0.0] * size
-        self.mail: dict[tuple[int, int, int], deque[_Parcel]] = defaultdict(deque)
-        self.awaited: dict[tuple[int, int, int], Task] = {}
+        self.routes: dict[tuple[int, int, int], _Route] = defaultdict(_Route)
         self.board: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
         self.verdicts: dict[tuple[str, int], str | None] = {}
         self.readers: dict[tuple[str, int], list[Task]] = defaultdict(list)
@@ -154,28 +163,34 @@ class VirtualWire:
                 arrival = board.link_free[self.rank] + board.machine.latency
             latest = max(latest, arrival)
             payload = tensor if tensor.is_meta else tensor.detach().clone()
-            route = (self.rank, peer, tag)
-            board.mail[route].append(_Parcel(payload, arrival))
-            if waiter := board.awaited.pop(route, None):
+            route = board.routes[self.rank, peer, tag]
+            route.parcels[route.sent] = _Parcel(payload, arrival)
+            if waiter := route.waiting.pop(route.sent, None):
                 scheduler.wake(waiter)
+            route.sent += 1
+        asked = []
+        for peer, tag, buffer in receives:
+            route = board.routes[peer, self.rank, tag]
+            asked.append((peer, tag, route.asked, buffer))
+            route.asked += 1
 
         def finish() -> None:
-            for peer, tag, buffer in receives:
-                self._take(call, peer, tag, buffer)
+            for peer, tag, number, buffer in asked:
+                self._take(call, peer, tag, number, buffer)
             # A send is over when it has arrived, as on Gloo and NCCL. Its link was free again before that.
             scheduler.current.clock = max(scheduler.current.clock, latest)
 
         return Pending(finish)
 
-    def _take(self, call: Call, peer: int, tag: int, buffer: torch.Tensor) -> None:
+    def _take(self, call: Call, peer: int, tag: int, number: int, buffer: torch.Tensor) -> None:
         board, scheduler = self._board, self._board.scheduler
-        route = (peer, self.rank, tag)
-        if not board.mail[route]:
-            board.awaited[route] = scheduler.current
+        route = board.routes[peer, self.rank, tag]
+        if number not in route.parcels:
+            route.waiting[number] = scheduler.current
             scheduler.block(lambda: f"for a message from rank {peer} in call {call.number}, {call}")
-        parcel = board.mail[route].popleft()
-        if not board.mail[route]:
-            del board.mail[route]
+        parcel = route.parcels.pop(number)
+        if route.sent == route.asked and not route.parcels and not route.waiting:
+            board.routes.pop((peer, self.rank, tag), None)
         if parcel.payload.numel() != buffer.numel() or parcel.payload.dtype != buffer.dtype:
             raise RuntimeError(
                 f"{call.operation}: rank {self.rank} expected {buffer.numel()} x {buffer.dtype} from rank {peer}, "

@@ -29,13 +29,14 @@ class Job:
     bounds: tuple[int, ...] | None  # of packed documents
     output_final_state: bool
 
-    def plan(self, call: Axis, length: int) -> Journey:
+    def plan(self, call: Axis, q: Tensor) -> Journey:
         """Where the documents lie. The ranks' lengths are asked for once a total length: one round of 8 bytes."""
+        length = q.shape[1]
         if self.bounds is None:
             return plan_dense(call, self.layout, length)
         known = self.axis.space.notes
         if self.notes_key not in known:
-            lengths = gather_lengths(call, length)
+            lengths = gather_lengths(call, length, q.device)
             if sum(lengths) != self.bounds[-1]:
                 raise ValueError(
                     f"linear_attention: cu_seqlens end at {self.bounds[-1]}, but the ranks hold {lengths}, "
@@ -70,7 +71,7 @@ class LinearAttention(torch.autograd.Function):
         axis, batch = job.axis, q.shape[0]
         facts = _facts(q, k, v, g, initial, job, ctx.needs_input_grad)
         call = axis.begin("linear_attention", **facts)
-        journey = job.plan(call, q.shape[1])
+        journey = job.plan(call, q)
         kernels = [
             Forward(q[:, t], k[:, t], v[:, t], _cut(g, t), job.scale, stretch.lengths, job.chunk_size)
             for stretch in journey.stretches

@@ -1,0 +1,229 @@
+"""`attention`: the public operation and its checks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from weft.attention.distributed import Attention
+from weft.attention.job import Job
+from weft.attention.methods import METHODS
+from weft.attention.strides import find_strides_fault
+from weft.comm import Axis
+from weft.comm.eager import eager
+from weft.comm.layout import find_layout_fault
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: tuple[int, int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    layout: str = ...,
+    group: Any = ...,
+    method: str = ...,
+    strides: tuple[int, ...] | None = ...,
+    backward_strides: tuple[int, ...] | None = ...,
+    backward: str | None = ...,
+    grad_dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: tuple[int, int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    layout: str = ...,
+    group: Any = ...,
+    method: str = ...,
+    strides: tuple[int, ...] | None = ...,
+    backward_strides: tuple[int, ...] | None = ...,
+    backward: str | None = ...,
+    grad_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@eager
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    layout: str = "contiguous",
+    group: Any = None,
+    method: str = "auto",
+    strides: tuple[int, ...] | None = None,
+    backward_strides: tuple[int, ...] | None = None,
+    backward: str | None = None,
+    grad_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over a sequence that lies on the ranks of ``group``: out, or (out, lse).
+
+    Exactly as on one device: out = softmax(scale * q k^T) v over the keys a query sees.
+
+    | tensor       | shape                                    | on this rank                                  |
+    |--------------|------------------------------------------|-----------------------------------------------|
+    | q, out       | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
+    | k, v         | ``[B, S, Hk, D]``, H a multiple of Hk    | its S tokens; query head h uses h // (H / Hk) |
+    | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores; has no gradient    |
+    | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
+
+    A query at position p of the sequence sees keys p - left .. p + right of its document, with ``window`` = (left,
+    right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" or "zigzag" (see
+    `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5.
+
+    What crosses ranks, by ``method``:
+
+    - "gather": the keys and values that are seen elsewhere, ``strides`` heads at a time (a tuple that sums to Hk; see
+      `head_strides`), while the heads before them are computed. The backward does it again (``backward_strides``)
+      and sends dK and dV home; with ``backward="ring"`` it goes round as the ring does.
+    - "ring": the same keys and values from neighbour to neighbour, all heads at once; dK and dV straight home.
+    - "ulysses": q, k, v and out, heads for sequence; the ranks must divide H and Hk.
+    - "auto": gather or ulysses, the one with fewer bytes, and ulysses where gather would be out of balance.
+
+    ``grad_dtype`` is what dK and dV are on the way: None for fp32 (fp64 for fp64; with ulysses, which sums nothing
+    across ranks, the input's). Sums over ranks are fp32 (fp64) and in a fixed order whatever it is; gradients take
+    the input's dtype.
+
+    >>> q, kv = torch.randn(1, 10, 4, 8), torch.randn(1, 10, 2, 8)
+    >>> attention(q, kv, kv, causal=True).shape
+    torch.Size([1, 10, 4, 8])
+    """
+    axis = Axis.of(group)
+    bounds = None if cu_seqlens is None else tuple(torch.as_tensor(cu_seqlens).tolist())
+    fault = (
+        _find_tensor_fault(axis.rank, q, k, v)
+        or _find_mask_fault(axis.rank, q, window, bounds)
+        or _find_method_fault(axis, q, k, method, strides, backward_strides, backward, grad_dtype)
+        or find_layout_fault("attention", layout, axis.rank)
+    )
+    if fault:
+        axis.refuse("attention", fault)
+    job = Job(
+        axis=axis,
+        method=method,
+        layout=layout,
+        causal=bool(causal),
+        window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
+        bounds=bounds,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        strides=None if strides is None else tuple(strides),
+        backward_strides=None if backward_strides is None else tuple(backward_strides),
+        backward=backward,
+        grad_dtype=grad_dtype,
+        return_lse=bool(return_lse),
+    )
+    out, lse = Attention.apply(q, k, v, job)
+    return (out, lse) if return_lse else out
+
+
+def _find_tensor_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
+    where = f"(rank {rank})"
+    for label, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            return TypeError(f"attention: {label} must be a tensor of fp32, fp64, bf16 or fp16, got {kind} {where}")
+        if tensor.ndim != 4:
+            return ValueError(f"attention: {label} must be [B, S, heads, dim], got {list(tensor.shape)} {where}")
+        if tensor.device != q.device:
+            return ValueError(f"attention: {label} is on {tensor.device}, q on {q.device} {where}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return ValueError(f"attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype} {where}")
+    if k.shape[:2] != q.shape[:2]:
+        return ValueError(
+            f"attention: k {list(k.shape)} must have the batch and length of q {list(q.shape)} {where}"
+        )  # fmt: skip
+    if v.shape[:3] == k.shape[:3] and k.shape[3] == q.shape[3] != v.shape[3]:
+        return NotImplementedError(
+            f"attention: values of {v.shape[3]} with keys of {k.shape[3]} are not supported, as the kernels have one "
+            f"head size; pad the smaller with zeros {where}"
+        )
+    if v.shape != k.shape or k.shape[3] != q.shape[3]:
+        return ValueError(
+            f"attention: k {list(k.shape)} and v {list(v.shape)} must have one shape, and the head size of q "
+            f"{list(q.shape)} {where}"
+        )
+    if min(q.shape[0], *q.shape[2:], k.shape[2]) < 1:
+        return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and k {list(k.shape)} {where}")
+    if q.shape[2] % k.shape[2]:
+        return ValueError(f"attention: {q.shape[2]} heads are not a multiple of {k.shape[2]} key/value heads {where}")
+    return None
+
+
+def _find_mask_fault(rank: int, q: Tensor, window: object, bounds: tuple[Any, ...] | None) -> Exception | None:
+    where = f"(rank {rank})"
+    if window is not None and not (
+        isinstance(window, tuple | list)
+        and len(window) == 2
+        and all(isinstance(side, int) and side >= -1 for side in window)
+    ):
+        return ValueError(f"attention: window must be (left, right), -1 for no limit, got {window!r} {where}")
+    if bounds is None:
+        return None
+    if q.shape[0] != 1:
+        return ValueError(f"attention: packed sequences (cu_seqlens) need a batch of 1, got {q.shape[0]} {where}")
+    whole = all(isinstance(bound, int) for bound in bounds)
+    if not whole or len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        return ValueError(f"attention: cu_seqlens must be integers that rise from 0, got {list(bounds[:8])} {where}")
+    return None
+
+
+def _find_method_fault(
+    axis: Axis,
+    q: Tensor,
+    k: Tensor,
+    method: str,
+    strides: object,
+    backward_strides: object,
+    backward: str | None,
+    grad_dtype: torch.dtype | None,
+) -> Exception | None:
+    where, kv_heads = f"(rank {axis.rank})", k.shape[2]
+    if method != "auto" and method not in METHODS:
+        return ValueError(f"attention: method {method!r} is not one of auto, {', '.join(METHODS)} {where}")
+    if method != "auto" and METHODS[method].divides_heads and (q.shape[2] % axis.size or kv_heads % axis.size):
+        others = " and ".join(name for name, one in METHODS.items() if not one.divides_heads)
+        return ValueError(
+            f"attention: {method} needs a number of ranks that divides the heads, but {axis.size} ranks do not divide "
+            f"{q.shape[2]} heads and {kv_heads} key/value heads {where}; {others} take any number"
+        )
+    if backward not in (None, "ring") or (backward == "ring" and method not in ("auto", "gather", "ring")):
+        return ValueError(
+            f"attention: backward {backward!r} does not go with method {method!r} {where}; it is None (as the "
+            f"forward) or 'ring' after a 'gather'"
+        )
+    for name, given in (("strides", strides), ("backward_strides", backward_strides)):
+        if given is None:
+            continue
+        if method not in ("auto", "gather") or (name == "backward_strides" and backward == "ring"):
+            return ValueError(
+                f"attention: {name} are of method 'gather' and have no meaning here {where}; leave them out"
+            )
+        if fault := find_strides_fault(name, kv_heads, given, axis.rank):
+            return fault
+    if grad_dtype is not None and grad_dtype not in DTYPES:
+        return TypeError(f"attention: grad_dtype must be fp32, fp64, bf16 or fp16, got {grad_dtype} {where}")
+    return None
