@@ -52,6 +52,18 @@ def test_bench_linear_attention_compares_with_the_baselines(tmp_path: Path) -> N
     assert all(virtual[name] > 1.5 for name in virtual if name.split(":")[0] in ("LASP", "LASP-2", "ZeCO"))
 
 
+def test_bench_attention_counts_what_the_baselines_send(tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.json"
+    result = run("bench", "attention", "--tokens", "256", "--repeats", "1", "--json", str(rows_file))
+    assert result.returncode == 0, result.stderr
+    rows = {row["case"]: row for row in json.loads(rows_file.read_text())["rows"]}
+    assert rows["one process, 2 threads"]["bytes_sent"] == 0
+    ours = rows["weft gather, zigzag"]["bytes_sent"]
+    assert 0 < ours < rows["zigzag ring"]["bytes_sent"] and "strided all-gather" in result.stdout
+    bad = run("bench", "attention", "--tokens", "257")
+    assert bad.returncode == 2 and "--tokens 257 must be a multiple of twice the 2 ranks" in bad.stderr
+
+
 def test_under_torchrun_the_bench_joins_its_world(tmp_path: Path) -> None:
     script = tmp_path / "bench.py"
     script.write_text("from weft.cli import main\nmain()\n")
