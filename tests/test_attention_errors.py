@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from ranks import verdicts
 from test_attention_reference import distance
 
 import weft
@@ -61,19 +62,6 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
     q = torch.randn(2, 6, 2, 4)
     with pytest.raises(ValueError, match="need a batch of 1, got 2"):
         attention(q, q, q, cu_seqlens=torch.tensor([0, 6]))
-
-
-def verdicts(program, size: int = 3) -> list[str]:
-    caught: list[str] = []
-
-    def run(axis: weft.Axis) -> None:
-        try:
-            program(axis)
-        except ValueError as error:
-            caught.append(str(error))
-
-    weft.VirtualWorld(size).run(run)
-    return caught
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import two_by_two
 from test_attention import faults
 from test_attention_reference import Case, plain
 from torch import Tensor
@@ -58,28 +59,22 @@ def model(p: dict[str, Tensor], attend) -> Tensor:
 
 def train_step(axis: weft.Axis, order: str, layout: str, method: str) -> float:
     """Gradients of replicated parameters, summed over a 2 x 2 mesh, against one process that sees everything."""
-    ranks = torch.arange(4).view(2, 2) if order == "data first" else torch.arange(4).view(2, 2).T.contiguous()
-    groups = {}
-    for name, rows in (("sequence", ranks), ("data", ranks.T)):
-        for row in rows:
-            group = dist.new_group(row.tolist())
-            if axis.rank in row:
-                groups[name] = group
+    data, sequence = two_by_two(axis, order)
     if axis.rank >= 4:
         return 0.0
     shared = inputs(0)
     local = {name: shared[name].clone().requires_grad_() for name in "qkv"}
     whole = {name: shared[name].clone().requires_grad_() for name in "qkv"}
-    mine = inputs(dist.get_rank(groups["data"]))["x"]
-    local["x"] = weft.shard(mine, 1, layout=layout, group=groups["sequence"])
-    options = {"causal": True, "scale": 0.7, "layout": layout, "method": method, "group": groups["sequence"]}
+    mine = inputs(dist.get_rank(data))["x"]
+    local["x"] = weft.shard(mine, 1, layout=layout, group=sequence)
+    options = {"causal": True, "scale": 0.7, "layout": layout, "method": method, "group": sequence}
     model(local, lambda q, k, v: attention(q, k, v, **options)).backward()
     case = Case(T, HEADS, KV_HEADS, 1, causal=True)
     for seed in range(2):
         model({**whole, "x": inputs(seed)["x"]}, lambda q, k, v: plain(q, k, v, case)[0]).backward()
     worst = 0.0
     for name in "qkv":
-        for group in groups.values():
+        for group in (data, sequence):
             dist.all_reduce(local[name].grad, group=group)
         worst = max(worst, ((local[name].grad - whole[name].grad).abs().max() / whole[name].grad.abs().max()).item())
     return worst

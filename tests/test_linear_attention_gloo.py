@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import two_by_two
 from recurrence import reference
 from torch import Tensor
 
@@ -29,23 +30,16 @@ def model(p: dict[str, Tensor], attend) -> Tensor:
 
 def train_step(axis: weft.Axis, order: str, layout: str, method: str) -> float:
     """Gradients of replicated parameters, summed over a 2 x 2 mesh, against one process that sees everything."""
-    ranks = torch.arange(4).view(2, 2) if order == "data first" else torch.arange(4).view(2, 2).T.contiguous()
-    groups = {}
-    for name, rows in (("sequence", ranks), ("data", ranks.T)):
-        for row in rows:
-            group = dist.new_group(row.tolist())
-            if axis.rank in row:
-                groups[name] = group
+    data, sequence = two_by_two(axis, order)
     if axis.rank >= 4:
         return 0.0
-    sequence = weft.Axis.of(groups["sequence"])
-    mine = inputs(dist.get_rank(groups["data"]))
+    mine = inputs(dist.get_rank(data))
     shared = inputs(0)
     local = {name: shared[name].clone().requires_grad_() for name in "qkvg"}
     local["x"] = weft.shard(mine["x"], 1, layout=layout, group=sequence)
 
     def attend(*tensors: Tensor) -> Tensor:
-        return weft.linear_attention(*tensors, layout=layout, method=method, group=groups["sequence"])[0]
+        return weft.linear_attention(*tensors, layout=layout, method=method, group=sequence)[0]
 
     model(local, attend).backward()
     whole = {name: shared[name].clone().requires_grad_() for name in "qkvg"}
@@ -56,7 +50,7 @@ def train_step(axis: weft.Axis, order: str, layout: str, method: str) -> float:
         ).backward()
     worst = 0.0
     for name in "qkvg":
-        for group in groups.values():
+        for group in (data, sequence):
             dist.all_reduce(local[name].grad, group=group)
         worst = max(worst, ((local[name].grad - whole[name].grad).abs().max() / whole[name].grad.abs().max()).item())
     return worst

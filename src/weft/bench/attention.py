@@ -14,9 +14,9 @@ from weft.attention import attention
 from weft.bench import context_parallel
 from weft.bench.context_parallel import Baseline, job_for
 from weft.bench.report import Column, Layout, Report
-from weft.bench.timing import Case, peak_memory, slowest, take_turns
-from weft.bench.world import Crew
-from weft.comm import Axis, Ledger, record, shard
+from weft.bench.timing import Case, examine, take_turns
+from weft.bench.world import Crew, take_samples
+from weft.comm import Axis, Ledger, shard
 from weft.comm.wire import SoloWire
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -49,12 +49,9 @@ def run(crew: Crew, report: Report, repeats: int, tokens: int) -> None:
     with report.progress(repeats, "attention") as advance:
         facts = crew.run(inspect, tokens)
         try:
-            for turn in range(repeats + 1):
-                for name, seconds in slowest(crew.run(sample, tokens, turn)).items():
-                    if turn:  # the first one warms up
-                        samples[name].append(seconds)
-                if turn:
-                    advance()
+            for seconds in take_samples(crew, sample, [tokens], repeats, advance):
+                for name in seconds:
+                    samples[name].append(seconds[name])
         finally:
             for row in _rows(samples, facts, crew.size) if samples else ():
                 report.add("attention", row)
@@ -128,14 +125,8 @@ def _cases(axis: Axis, tokens: int) -> dict[str, Case]:
 
 
 def inspect(axis: Axis, tokens: int) -> dict[str, tuple[Ledger, int | None]]:
-    """What each case sends, and how much memory it takes beyond its inputs."""
-    facts = {}
-    for name, case in _cases(axis, tokens).items():
-        case()
-        with record() as ledger:
-            peak = peak_memory(case)
-        facts[name] = ledger, peak
-    return facts
+    """What each case sends, and its memory."""
+    return examine(_cases(axis, tokens))
 
 
 def sample(axis: Axis, tokens: int, turn: int) -> dict[str, float]:

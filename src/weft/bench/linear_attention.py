@@ -14,9 +14,9 @@ from torch import Tensor
 
 from weft.bench.lasp import Baseline
 from weft.bench.report import Column, Layout, Report
-from weft.bench.timing import Case, peak_memory, slowest, take_turns
-from weft.bench.world import Crew
-from weft.comm import Axis, Ledger, Machine, VirtualWorld, record
+from weft.bench.timing import Case, examine, take_turns
+from weft.bench.world import Crew, take_samples
+from weft.comm import Axis, Ledger, Machine, VirtualWorld
 from weft.comm.wire import SoloWire
 from weft.linear_attention import linear_attention
 from weft.scan import METHODS
@@ -82,12 +82,9 @@ def run(crew: Crew, report: Report, repeats: int, tokens: int) -> None:
             samples: dict[str, list[float]] = defaultdict(list)
             facts = crew.run(inspect, tokens) if table == "ranks" else []
             try:
-                for turn in range(repeats + 1):
-                    for name, seconds in slowest(crew.run(measure, tokens, turn)).items():
-                        if turn:  # the first one warms up
-                            samples[name].append(seconds)
-                    if turn:
-                        advance()
+                for seconds in take_samples(crew, measure, [tokens], repeats, advance):
+                    for name in seconds:
+                        samples[name].append(seconds[name])
             finally:
                 for row in rows(samples, facts, tokens) if samples else ():
                     report.add(table, row)
@@ -223,14 +220,8 @@ def _rank_cases(axis: Axis, tokens: int, device: str = "cpu") -> dict[str, Case]
 
 
 def inspect(axis: Axis, tokens: int) -> dict[str, tuple[Ledger, int | None]]:
-    """What each case sends, and how much memory it takes beyond its inputs."""
-    facts = {}
-    for name, case in _rank_cases(axis, tokens).items():
-        case()
-        with record() as ledger:
-            peak = peak_memory(case)
-        facts[name] = ledger, peak
-    return facts
+    """What each case sends, and its memory."""
+    return examine(_rank_cases(axis, tokens))
 
 
 def sample_ranks(axis: Axis, tokens: int, turn: int) -> dict[str, float]:

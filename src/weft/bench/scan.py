@@ -11,8 +11,8 @@ from torch import Tensor
 
 from weft.bench import handwritten
 from weft.bench.report import Column, Layout, Report
-from weft.bench.timing import slowest, take_turns
-from weft.bench.world import Crew
+from weft.bench.timing import take_turns
+from weft.bench.world import Crew, take_samples
 from weft.comm import Axis, Ledger, record
 from weft.comm.dist import DistWire
 from weft.scan import METHODS, exclusive_scan
@@ -44,10 +44,9 @@ def run(crew: Crew, report: Report, repeats: int, calls: int) -> None:
             facts = [crew.run(inspect, method, shape) for method in METHODS]
             samples: dict[str, list[float]] = defaultdict(list)
             try:
-                for turn in range(repeats):
-                    for name, seconds in slowest(crew.run(sample, shape, calls, turn)).items():
-                        samples[name].append(seconds)
-                    advance()
+                for seconds in take_samples(crew, sample, [shape, calls], repeats, advance):
+                    for name in seconds:
+                        samples[name].append(seconds[name])
             finally:  # Ctrl-C keeps what was measured
                 for row in _rows(shape, samples, dict(zip(METHODS, facts, strict=True))):
                     report.add("scan", row)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from weft.comm import Axis
+from weft.comm import Axis, Ledger, record
 
 Case = Callable[[], object]
 
@@ -44,6 +44,18 @@ def take_turns(axis: Axis, cases: Mapping[str, Case], calls: int = 1, turn: int 
 def slowest(samples: list[dict[str, float]]) -> dict[str, float]:
     """One sample of all ranks: the time of the rank that took longest, of those that took part."""
     return {name: max(sample[name] for sample in samples if sample) for name in samples[0]}
+
+
+def examine(cases: Mapping[str, Case]) -> dict[str, tuple[Ledger, int | None]]:
+    """What each case sends, and how much memory it takes beyond its inputs."""
+    facts = {}
+    for case in cases.values():
+        case()  # the first call sets up what later ones reuse
+    for name, case in cases.items():
+        with record() as ledger:
+            peak = peak_memory(case)
+        facts[name] = ledger, peak
+    return facts
 
 
 def peak_memory(case: Case) -> int | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from weft.bench.timing import slowest
 from weft.comm.launch import ProcessWorld, collect, joined_world
 
 
@@ -33,6 +34,17 @@ class _Joined:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return collect(self._axis, fn(self._axis, *args))
+
+
+def take_samples(
+    crew: Crew, measure: Callable[..., dict[str, float]], args: Sequence[Any], repeats: int, advance: Callable[[], None]
+) -> Iterator[dict[str, float]]:
+    """``measure(axis, *args, turn)`` again and again: seconds a case, of the slowest rank. The first one warms up."""
+    for turn in range(repeats + 1):
+        seconds = slowest(crew.run(measure, *args, turn))
+        if turn:
+            advance()
+            yield seconds
 
 
 @contextmanager

@@ -1,0 +1,40 @@
+"""Pieces that tests of several operations share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import weft
+
+
+def verdicts(program: Callable[[weft.Axis], object], size: int = 3) -> list[str]:
+    """What a virtual world's ranks raised as ValueError, one message a rank that did."""
+    caught: list[str] = []
+
+    def run(axis: weft.Axis) -> None:
+        try:
+            program(axis)
+        except ValueError as error:
+            caught.append(str(error))
+
+    weft.VirtualWorld(size).run(run)
+    return caught
+
+
+def two_by_two(axis: weft.Axis, order: str) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """(data group, sequence group) of this rank in a 2 x 2 mesh of ranks 0..3, ``order`` "data first" or not.
+
+    All ranks of the pool must call it; those outside get (None, None).
+    """
+    ranks = torch.arange(4).view(2, 2)
+    ranks = ranks if order == "data first" else ranks.T.contiguous()
+    found: list[dist.ProcessGroup | None] = [None, None]
+    for index, rows in enumerate((ranks.T, ranks)):
+        for row in rows.tolist():
+            group = dist.new_group(row)
+            if axis.rank in row:
+                found[index] = group
+    return found[0], found[1]
