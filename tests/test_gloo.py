@@ -137,6 +137,8 @@ def disagree_later(axis: weft.Axis, how: str, method: str, odd_rank: int) -> tup
             # "swap" has as many bytes: nothing but the tag tells the messages apart.
             shape = (3, 2) if odd and how == "swap" else (2, 2) if odd and how == "smaller" else (2, 3)
             log = torch.ones(3) if odd and how == "fault" else torch.zeros(shape[0])
+            if odd and how == "other":
+                weft.unshard(torch.ones(3), 0, group=group)  # never called before: it asks the others first
             out = weft.exclusive_scan(torch.ones(shape), log_decay=log, group=group, method=method)
             assert out.eq(axis.rank).all()
             done += 1
@@ -147,7 +149,13 @@ def disagree_later(axis: weft.Axis, how: str, method: str, odd_rank: int) -> tup
 
 @pytest.mark.parametrize(
     ("how", "method", "odd_rank"),
-    [("swap", "doubling", 2), ("smaller", "ring", 3), ("swap", "gather", 0), ("fault", "transpose", 1)],
+    [
+        ("swap", "doubling", 2),
+        ("smaller", "ring", 3),
+        ("swap", "gather", 0),
+        ("fault", "transpose", 1),
+        ("other", "tree", 1),
+    ],
 )
 def test_a_later_disagreement_ends_in_an_error_everywhere(
     pool: ProcessWorld, how: str, method: str, odd_rank: int
@@ -156,8 +164,8 @@ def test_a_later_disagreement_ends_in_an_error_everywhere(
     for rank, (words, seconds, done) in enumerate(results):
         assert seconds < 5, (rank, words)
         assert done == 10 or (done < 600 and rank < odd_rank), (rank, done)  # earlier ranks may be ahead, and right
-        wanted = "log_decay [3] fits neither" if how == "fault" else f"rank {odd_rank} called exclusive_scan(state="
-        assert wanted in words, (rank, words)
+        wanted = {"fault": "log_decay [3] fits neither", "other": f"rank {odd_rank} called unshard("}
+        assert wanted.get(how, f"rank {odd_rank} called exclusive_scan(state=") in words, (rank, words)
 
 
 def die(axis: weft.Axis, victim: int) -> tuple[str, str, float]:

@@ -62,7 +62,7 @@ class DistWire:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        self.grouped = dist.get_backend(group) == "nccl"  # no tags, and one order for all messages
+        self.grouped = "nccl" in dist.get_backend(group)  # no tags, and one order for all messages
         self._timeout = group_timeout(group)
         self._own_lock = threading.Lock()
         self._own_mail: defaultdict[int, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)

@@ -72,14 +72,23 @@ class Watch:
         self._store.compare_set("verdict", "", json.dumps({"disagree": message}))
 
     def _await(self, call: Call, keys: list[str], ranks: Sequence[int]) -> None:
+        """Until the keys are there. The watch goes on meanwhile: the others may be stuck in another operation."""
+        stuck = self.begin(call, [rank for rank in ranks if rank != self._rank])
+        deadline, pause = time.monotonic() + self._timeout.total_seconds(), 0.0005
         try:
-            self._store.wait(keys, self._timeout)
-        except RuntimeError as error:
-            late = [rank for rank, key in zip(ranks, keys, strict=False) if not self._store.check([key])]
-            raise CommError(
-                f"{call.operation}: {name_ranks(late)} did not make call {call.number} within "
-                f"{self._timeout.total_seconds():g} s (rank {self._rank} called {call})"
-            ) from error
+            while not self._store.check(keys):
+                if self._store.check(["verdict"]):
+                    raise self._read_verdict(call)
+                if time.monotonic() > deadline:
+                    late = [rank for rank, key in zip(ranks, keys, strict=False) if not self._store.check([key])]
+                    raise CommError(
+                        f"{call.operation}: {name_ranks(late)} did not make call {call.number} within "
+                        f"{self._timeout.total_seconds():g} s (rank {self._rank} called {call})"
+                    )
+                time.sleep(pause)
+                pause = min(1.5 * pause, PERIOD / 5)
+        finally:
+            self.end(stuck)
 
     def inspect(self) -> None:
         """One look of the watchman: if a wait has lasted too long, find out why."""
@@ -89,9 +98,10 @@ class Watch:
             if self._private_store is None:
                 self._private_store = self._store.clone()
             store = self._private_store
-            if self._said is not self._history[-1]:
+            latest = self._history[-1] if self._history else None
+            if latest is not None and self._said is not latest:
                 store.set(f"calls/{self._rank}", _dump(list(self._history)))
-                self._said = self._history[-1]
+                self._said = latest
             if not store.check(["verdict"]):
                 theirs = {peer: _load(store.get(f"calls/{peer}")) for peer in peers if store.check([f"calls/{peer}"])}
                 if not any(_differ(list(self._history), calls) for calls in theirs.values()):
@@ -130,17 +140,20 @@ class Watch:
                 f"{name_ranks(set(peers))}; the group's timeout is {self._timeout.total_seconds():g} s. "
                 f"Look at the first rank that failed"
             )
-            self._store.compare_set("verdict", "", json.dumps({"lost": message}))
-            verdict = json.loads(self._store.get("verdict"))
+            self._store.compare_set("verdict", "", json.dumps({"lost": message, "by": self._rank}))
+            return self._read_verdict(call)
         except RuntimeError:  # the store is gone as well: its host died
             return CommError(
                 f"{call.operation} (call {call.number}): rank {self._rank} of {self._size} lost its peers "
                 f"{name_ranks(set(peers))} and the rendezvous store"
             )
+
+    def _read_verdict(self, call: Call) -> Exception:
+        verdict = json.loads(self._store.get("verdict"))
         if "disagree" in verdict:
             return DisagreementError(verdict["disagree"])
-        if verdict["lost"] == message:
-            return CommError(message)
+        if verdict["by"] == self._rank:
+            return CommError(verdict["lost"])
         return CommError(f"{call.operation} (call {call.number}): rank {self._rank} stopped, because {verdict['lost']}")
 
 
