@@ -96,7 +96,7 @@ def trace_scan(
 
     Args:
         out: The trace file to write.
-        method: A schedule: ring, gather, pipeline, tree, doubling or transpose.
+        method: A schedule; a name that is not known gets the list of them.
         ranks: Ranks of the virtual world.
         heads: States a rank holds, each keys x values in fp32.
         keys: K of the state.

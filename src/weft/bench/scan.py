@@ -57,13 +57,14 @@ def _rows(shape: tuple[int, ...], samples: dict[str, list[float]], facts: dict[s
     rows = []
     for method in METHODS if medians else ():
         # Ratios sample by sample: what else the machine was doing then slowed both.
-        pairs = zip(samples[method], samples[f"{method} by hand"], strict=True)
+        by_hand = samples.get(f"{method} by hand")
+        ratios = [a / b for a, b in zip(samples[method], by_hand, strict=True)] if by_hand else None
         rows.append({
             "state": "x".join(map(str, shape)),
             "method": method,
             "milliseconds": medians[method] * 1e3,
             "to_fastest": medians[method] / min(medians[name] for name in METHODS),
-            "to_handwritten": statistics.median(ours / theirs for ours, theirs in pairs),
+            "to_handwritten": statistics.median(ratios) if ratios else None,
             "bytes_sent": max(ledger.bytes_sent for ledger, _ in facts[method]),
             "rounds": Ledger.merge(ledger for ledger, _ in facts[method]).rounds,
             "error": max(error for _, error in facts[method]),
@@ -99,5 +100,6 @@ def sample(axis: Axis, shape: tuple[int, ...], calls: int, turn: int) -> dict[st
     cases = {}
     for method in METHODS:
         cases[method] = lambda method=method: exclusive_scan(state, log_decay=log, group=axis, method=method)
-        cases[f"{method} by hand"] = lambda method=method: handwritten.scan(line, method, state, log, blocks)
+        if method in handwritten.METHODS:
+            cases[f"{method} by hand"] = lambda method=method: handwritten.scan(line, method, state, log, blocks)
     return take_turns(axis, cases, calls, turn)
