@@ -29,18 +29,14 @@ def tree(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
     while step > 1:
         step //= 2
         if rank % (2 * step) == 2 * step - 1 and rank + step < size:
-            axis.send(_message(prefix), rank + step).wait()
+            axis.send(prefix.view(-1), rank + step).wait()
         elif rank % (2 * step) == step - 1 and rank >= step:
             earlier_state = torch.empty_like(local.state)
             axis.receive(earlier_state, rank - step).wait()
             prefix = window.apply(earlier_state)
     entering = torch.empty_like(local.state)
     axis.exchange(
-        sends=[(rank + 1, _message(prefix))] if rank + 1 < size else [],
+        sends=[(rank + 1, prefix.view(-1))] if rank + 1 < size else [],
         receives=[(rank - 1, entering)] if rank > 0 else [],
     ).wait()
     return entering if rank > 0 else None
-
-
-def _message(state: Tensor) -> Tensor:
-    return state.contiguous()
