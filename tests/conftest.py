@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from weft.comm.launch import ProcessWorld
+from weft.world.launch import ProcessWorld
 
 torch.set_num_threads(1)
 settings.register_profile("weft", deadline=None, max_examples=60, derandomize="CI" in os.environ)

@@ -15,8 +15,8 @@ from test_scan_virtual import SIZES
 from test_scan_virtual import check as check_scan
 
 import weft
-from weft.comm.launch import ProcessWorld
-from weft.comm.layout import LAYOUTS
+from weft.world.launch import ProcessWorld
+from weft.sequence.layout import LAYOUTS
 from weft.scan import METHODS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -1,9 +1,11 @@
 """weft: distributed training operations for PyTorch whose communication runs under the computation."""
 
 from weft.attention import attention, head_strides
-from weft.comm import Axis, Machine, VirtualWorld, launch, record, shard, unshard
+from weft.comm import Axis, record
 from weft.linear_attention import linear_attention
 from weft.scan import exclusive_scan
+from weft.sequence import sequence, shard, unshard
+from weft.world import Machine, VirtualWorld, launch
 
 __all__ = [
     "Axis",
@@ -15,6 +17,7 @@ __all__ = [
     "launch",
     "linear_attention",
     "record",
+    "sequence",
     "shard",
     "unshard",
 ]

@@ -10,8 +10,8 @@ import tyro
 
 from weft.bench import attention, linear_attention, scan, trace
 from weft.bench.report import Report, describe_machine
-from weft.bench.world import crew
-from weft.comm import Machine
+from weft.bench.world import rank_pool
+from weft.world import Machine
 
 
 def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int = 15, calls: int = 20) -> None:
@@ -27,7 +27,7 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
         repeats: Samples of each case.
         calls: Calls in one sample.
     """
-    with crew(ranks) as world:
+    with rank_pool(ranks) as world:
         header = describe_machine(bench="scan", ranks=world.size, repeats=repeats, calls=calls)
         report = Report(scan.layouts(world.size), json, world.reports, header)
         _measure(report, lambda: scan.run(world, report, repeats, calls))
@@ -46,7 +46,7 @@ def bench_linear_attention(ranks: int = 2, tokens: int = 4096, json: Path | None
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
-    with crew(ranks) as world:
+    with rank_pool(ranks) as world:
         header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
         report = Report(linear_attention.layouts(world.size, tokens), json, world.reports, header)
         _measure(report, lambda: linear_attention.run(world, report, repeats, tokens))
@@ -65,7 +65,7 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
-    with crew(ranks) as world:
+    with rank_pool(ranks) as world:
         header = describe_machine(bench="attention", ranks=world.size, tokens=tokens, repeats=repeats)
         report = Report(attention.layouts(world.size, tokens), json, world.reports, header)
         _measure(report, lambda: attention.run(world, report, repeats, tokens))

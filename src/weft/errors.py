@@ -22,33 +22,53 @@ class DeadlockError(RuntimeError):
     """Every rank of a virtual world waits and nobody can go on."""
 
 
+class NcclRuleError(RuntimeError):
+    """A virtual world with NCCL's rules saw something that would hang or go wrong on NCCL."""
+
+
 class RankError(RuntimeError):
     """A rank failed with an error that could not be brought here as it was."""
 
 
-REFUSED = "refused"  # the fact of a call that a rank could not make, with the reason as its value
+# An error as it travels between ranks: the name of its class and its text.
+Fault = tuple[str, str]
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, DisagreementError, CommError)
+}
+
+
+def fault_of(error: Exception) -> Fault:
+    """What is sent of an error found in one rank's arguments."""
+    kind = next((name for name, known in _KINDS.items() if type(error) is known), "ValueError")
+    return kind, str(error)
+
+
+def error_of(fault: Fault) -> Exception:
+    """The same error again, on another rank."""
+    return _KINDS[fault[0]](fault[1])
 
 
 @dataclass(frozen=True)
-class Call:
+class CallRecord:
     """One call of an operation on an axis: what every rank of the axis must have in common.
 
-    ``number`` counts the calls on ``space`` (an axis, or one lane of it); ``facts`` are the shapes, dtypes
-    and options, as text. ``tag`` goes on the wire with every message of the call, so that messages of
-    different calls never meet.
+    ``number`` counts the calls on ``counter`` (an axis, or one lane of it); ``signature`` are the shapes, dtypes
+    and options as text. ``tag`` goes on the wire with every message of the call, so that messages of different
+    calls never meet. ``fault`` is the error this rank found in its arguments, if it could not make the call.
     """
 
-    space: str
+    counter: str
     number: int
     operation: str
-    facts: tuple[tuple[str, str], ...]
+    signature: tuple[tuple[str, str], ...]
     tag: int
+    fault: Fault | None = None
 
     def __str__(self) -> str:
-        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.facts)})"
+        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.signature)})"
 
-    def agrees_with(self, other: Call) -> bool:
-        return self.operation == other.operation and self.facts == other.facts
+    def agrees_with(self, other: CallRecord) -> bool:
+        return (self.operation, self.signature, self.fault) == (other.operation, other.signature, other.fault)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -58,42 +78,40 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank {shown}" if len(listed) == 1 else f"ranks {shown}"
 
 
-def describe_disagreement(calls: Mapping[int, Call], size: int) -> str | None:
-    """The message for ranks that called different things, or None where all of ``calls`` agree.
+def find_verdict(records: Mapping[int, CallRecord], size: int) -> Fault | None:
+    """What is wrong with the same call on several ranks: the first rank's fault, else a disagreement, else None.
 
-    ``calls`` maps a rank to its call; a rank that has not been heard of is absent.
+    ``records`` maps a rank to its call; a rank that has not been heard of is absent.
     """
-    distinct: list[tuple[Call, list[int]]] = []
-    for rank in sorted(calls):
-        for call, ranks in distinct:
-            if call.agrees_with(calls[rank]):
+    for rank in sorted(records):
+        if (fault := records[rank].fault) is not None:
+            return fault
+    distinct: list[tuple[CallRecord, list[int]]] = []
+    for rank in sorted(records):
+        for record, ranks in distinct:
+            if record.agrees_with(records[rank]):
                 ranks.append(rank)
                 break
         else:
-            distinct.append((calls[rank], [rank]))
+            distinct.append((records[rank], [rank]))
     if len(distinct) < 2:
         return None
-    refused = [(dict(call.facts)[REFUSED], ranks) for call, ranks in distinct if REFUSED in dict(call.facts)]
-    if refused:
-        return (
-            f"{refused[0][0]}; raised on every rank because of {name_ranks(r for _, ranks in refused for r in ranks)}"
-        )
     first = distinct[0][0]
-    same_operation = all(call.operation == first.operation for call, _ in distinct)
+    same_operation = all(record.operation == first.operation for record, _ in distinct)
     shown = []
-    for call, ranks in distinct:
-        facts = [
-            (name, value)
-            for name, value in call.facts
-            if not same_operation or any(dict(other.facts).get(name) != value for other, _ in distinct)
-        ]
-        words = ", ".join(f"{name}={value}" for name, value in facts)
-        shown.append(f"{name_ranks(ranks)} called {call.operation}({words})")
-    silent = [rank for rank in range(size) if rank not in calls]
+    for record, ranks in distinct:
+        words = ", ".join(
+            f"{name}={value}"
+            for name, value in record.signature
+            if not same_operation or any(dict(other.signature).get(name) != value for other, _ in distinct)
+        )
+        shown.append(f"{name_ranks(ranks)} called {record.operation}({words})")
+    silent = [rank for rank in range(size) if rank not in records]
     missing = f"; no word from {name_ranks(silent)}" if silent else ""
     return (
+        "DisagreementError",
         f"{first.operation}: the ranks disagree at call {first.number}: {'; '.join(shown)}{missing}; "
-        f"every rank must make the same call with the same shapes, dtypes and options"
+        f"every rank must make the same call with the same shapes, dtypes and options",
     )
 
 

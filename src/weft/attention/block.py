@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from weft.attention.geometry import Block
+from weft.attention.plan import Block
 
 _aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -23,9 +23,7 @@ HALVES = (torch.bfloat16, torch.float16)
 def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries over the block's keys alone; lse is -inf where a query sees none of them."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    if q.is_meta:
-        return _count_forward(q, k, v, block)
-    if q.device.type == "cpu":
+    if q.device.type != "cuda":
         q, k, v = _prepare(q, k, v)
         if block.kind != "band":
             return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.kind == "causal", scale=scale)
@@ -44,9 +42,7 @@ def attend_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the block's scores. ``out`` and ``lse`` are those over all keys, which makes it exact."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    if q.is_meta:
-        return _count_backward(q, k, v, block)
-    if q.device.type == "cpu":
+    if q.device.type != "cuda":
         grad, q, k, v, out = _prepare(grad, q, k, v, out)
         mask = None
         if block.kind == "band":
@@ -73,32 +69,9 @@ def _band(
     ahead = shift + torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
     visible = (ahead >= -left) & (ahead <= right)
     mask = torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
-    blind = ~visible.any(dim=1)
-    return mask, blind if bool(blind.any()) else None
-
-
-# Matrix products of the kernel's shapes, for virtual time: the CPU operator has no FLOP formula. A causal square
-# costs half.
-
-
-def _count_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    rows, keys, values = _counted(q, k, v, block)
-    scores = rows @ keys.transpose(2, 3)
-    return (scores @ values).view(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
-
-
-def _count_backward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    rows, keys, values = _counted(q, k, v, block)
-    scores, grad_scores = rows @ keys.transpose(2, 3), rows @ values.transpose(2, 3)
-    dq = grad_scores @ keys
-    _, _ = scores.transpose(2, 3) @ rows, grad_scores.transpose(2, 3) @ rows
-    return dq.view(q.shape), torch.empty_like(k), torch.empty_like(v)
-
-
-def _counted(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    keys = (block.length + 1) // 2 if block.kind == "causal" else block.length
-    rows = q.new_empty(q.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], q.shape[3])
-    return rows, k[:, :, :keys], v[:, :, :keys]
+    # Query i sees keys i - left - shift .. i + right - shift, if there are such.
+    is_blind = right - shift < 0 or queries - 1 - left - shift >= keys
+    return mask, ~visible.any(dim=1) if is_blind else None
 
 
 def _wide(q: Tensor) -> torch.dtype:

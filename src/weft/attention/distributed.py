@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.attention.job import Job
-from weft.attention.methods import METHODS, choose_method
+from weft.attention.methods import METHODS, resolve_method
+from weft.attention.options import Options
+from weft.comm import Axis
+from weft.sequence import Sequence
+from weft.sequence.sequence import guess, settle
 
 
 class Attention(torch.autograd.Function):
@@ -16,7 +19,7 @@ class Attention(torch.autograd.Function):
 
     | crosses ranks   | forward                                  | backward                                     |
     |-----------------|------------------------------------------|----------------------------------------------|
-    | lengths         | 8 bytes to everybody                     |                                              |
+    | lengths         | a few integers, under the first local work; none if ``sequence`` is given | |
     | gather, ring    | k, v to the ranks whose queries see them | the same, and dk, dv back to their owner     |
     | ulysses         | q, k, v for heads; out (and lse) back    | grad of out for heads; dq, dk, dv back       |
 
@@ -24,27 +27,32 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor | None]:
-        facts = job.facts(q, k, tuple(ctx.needs_input_grad[:3]))
-        call = job.axis.begin("attention", **facts)
-        geometry = job.survey(call, q)
-        method = job.method
-        if method == "auto":
-            gathers = job.strides or job.backward_strides or job.backward
-            method = "gather" if gathers else choose_method(geometry, q, k, job.grad_dtype)
-        out, lse, saved = METHODS[method].forward(job, call, geometry, q, k, v)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, sequence: Sequence | None
+    ) -> tuple[Tensor, Tensor | None]:
+        call = axis.begin("attention", options, tell=None if sequence else (q.shape[1],))
+        started = None
+        if sequence is None:
+            assumed = guess(axis, q.shape[1], options.layout, options.cu_seqlens)
+            if assumed is not None:
+                plan = options.plan(assumed)
+                started = METHODS[resolve_method(options, plan)].begin(options, call, plan, q, k, v)
+            sequence = settle("attention", call, axis, options.layout, options.cu_seqlens)
+        plan = options.plan(sequence)
+        method = resolve_method(options, plan)
+        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, started)
         ctx.save_for_backward(*saved)
-        ctx.job, ctx.geometry, ctx.facts, ctx.method = job, geometry, facts, job.backward or method
-        if not job.return_lse:
+        ctx.how = options, axis, plan, options.backward or method
+        if not options.return_lse:
             return out, None
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        job, geometry = ctx.job, ctx.geometry
-        call = job.axis.begin("attention.backward", **ctx.facts, lengths=geometry.lengths)
+        options, axis, plan, method = ctx.how
+        call = axis.begin("attention.backward", options)
         saved = ctx.saved_tensors
-        grads = METHODS[ctx.method].backward(job, call, geometry, saved, grad)
+        grads = METHODS[method].backward(options, call, plan, saved, grad)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
-        return (*(x.to(saved[0].dtype) if need else None for x, need in wanted), None)
+        return (*(x.to(saved[0].dtype) if need else None for x, need in wanted), None, None, None)

@@ -5,62 +5,60 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from weft.attention.geometry import Held, count, unite
-from weft.attention.stage import Returns, Stage, Trip, messages
+from weft.attention.kv_exchange import GradReturn, KVBlock, KVExchange, take
+from weft.attention.plan import KeySpan, count, unite
 from weft.comm import Pending
 
 
-def gather(trip: Trip) -> Iterator[Stage]:
-    """The own block, then a stage for each step of ``trip.strides`` with all the others' keys that are needed here.
+def gather(kv: KVExchange) -> Iterator[KVBlock]:
+    """The own block, then one for each step of ``kv.strides`` with all the others' keys that are needed here.
 
     Two steps are under way before the first computation, and each later one is sent for when the buffers of the
     step two before it are free. In the backward the gradients of a step travel while the next is computed, and the
     second half of the own block comes last.
     """
-    geometry, rank = trip.geometry, trip.rank
-    lent = {other: geometry.lent(rank, other) for other in trip.others}
-    borrowed = {other: geometry.lent(other, rank) for other in trip.others}
-    packed = unite(lent.values())
-    held: list[Held] = []
+    plan, rank = kv.plan, kv.rank
+    wanted = {other: plan.visible_to(rank, other) for other in kv.call.others}  # of this rank's keys
+    needed = {other: plan.visible_to(other, rank) for other in kv.call.others}  # of theirs
+    packed = unite(wanted.values())
+    spans: list[KeySpan] = []
     begins: dict[int, int] = {}
     tokens = 0
-    for owner, ranges in borrowed.items():
+    for owner, ranges in needed.items():
         begins[owner] = tokens
-        held += geometry.place(owner, ranges, tokens)
+        spans += plan.place(owner, ranges, tokens)
         tokens += count(ranges)
-    ends = list(accumulate(trip.strides))
-    steps = [slice(end - width, end) for end, width in zip(ends, trip.strides, strict=True)]
-    widest = max(trip.strides)
+    ends = list(accumulate(kv.strides))
+    steps = [slice(end - width, end) for end, width in zip(ends, kv.strides, strict=True)]
+    widest = max(kv.strides)
     slots = range(min(2, len(steps)))
-    inboxes = [trip.room(tokens, widest) for _ in slots]
-    outboxes = [trip.room(count(packed), widest) for _ in slots]
+    inboxes = [kv.room(tokens, widest) for _ in slots]
+    outboxes = [kv.room(count(packed), widest) for _ in slots]
 
     def send_for(step: int) -> Pending[None]:
         heads = steps[step]
-        outbox = trip.pack(outboxes[step % 2], packed, heads)
-        inbox = trip.shape(inboxes[step % 2], tokens, heads.stop - heads.start)
-        outgoing = [m for other, ranges in lent.items() for m in messages(other, outbox, ranges, packed)]
-        incoming = [
-            m for owner, ranges in borrowed.items() for m in messages(owner, inbox, ranges, ranges, begins[owner])
-        ]
-        return trip.call.exchange(outgoing, incoming)
+        inbox = kv.shape(inboxes[step % 2], tokens, heads.stop - heads.start)
+        coming = kv.call.expect(
+            [(owner, inbox[begins[owner] : begins[owner] + count(ranges)]) for owner, ranges in needed.items()]
+        )
+        outbox = kv.pack(outboxes[step % 2], packed, heads)
+        return kv.call.exchange([(other, take(outbox, ranges, packed)) for other, ranges in wanted.items()], coming)
 
-    returns = None
-    if trip.is_backward:
-        returns = Returns(trip, tokens, sum(count(ranges) for ranges in lent.values()), widest)
-    before, after = trip.split_own()
+    grads = None
+    if kv.is_backward:
+        grads = GradReturn(kv, tokens, sum(count(ranges) for ranges in wanted.values()), widest)
     flying = {step: send_for(step) for step in slots}
-    yield from trip.own(before)
+    yield from kv.own_first()
     for step, heads in enumerate(steps):
         width = heads.stop - heads.start
         flying.pop(step).wait()
-        sums = None if returns is None else returns.blank(tokens, width)
-        yield trip.stage(trip.shape(inboxes[step % 2], tokens, width), held, heads, sums)
-        if returns is not None and sums is not None:
-            owners = [(owner, ranges, ranges, begins[owner]) for owner, ranges in borrowed.items()]
-            returns.send(sums, owners, list(lent.items()), heads)
+        sums = None if grads is None else grads.blank(tokens, width)
+        yield kv.block(kv.shape(inboxes[step % 2], tokens, width), spans, heads, sums)
+        if grads is not None and sums is not None:
+            owners = [(owner, ranges, ranges, begins[owner]) for owner, ranges in needed.items()]
+            grads.send(sums, owners, list(wanted.items()), heads)
         if step + 2 < len(steps):
             flying[step + 2] = send_for(step + 2)
-    yield from trip.own(after)
-    if returns is not None:
-        returns.settle()
+    yield from kv.own_last()
+    if grads is not None:
+        grads.settle()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from weft.attention.distributed import Attention
-from weft.attention.job import Job
 from weft.attention.methods import METHODS
+from weft.attention.options import Options
 from weft.attention.strides import find_strides_fault
-from weft.comm import Axis
 from weft.comm.eager import eager
-from weft.comm.layout import find_layout_fault
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from weft.sequence import Sequence
+from weft.sequence.sequence import read_sequence
+from weft.sequence.tokens import DTYPES, find_token_fault, local_length
 
 
 @overload
@@ -29,14 +27,15 @@ def attention(
     scale: float | None = ...,
     window: tuple[int, int] | None = ...,
     cu_seqlens: Tensor | None = ...,
-    layout: str = ...,
-    group: Any = ...,
+    layout: str | None = ...,
     method: str = ...,
     strides: tuple[int, ...] | None = ...,
     backward_strides: tuple[int, ...] | None = ...,
     backward: str | None = ...,
     grad_dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
+    sequence: Sequence | None = ...,
+    group: Any = ...,
 ) -> Tensor: ...
 
 
@@ -50,14 +49,15 @@ def attention(
     scale: float | None = ...,
     window: tuple[int, int] | None = ...,
     cu_seqlens: Tensor | None = ...,
-    layout: str = ...,
-    group: Any = ...,
+    layout: str | None = ...,
     method: str = ...,
     strides: tuple[int, ...] | None = ...,
     backward_strides: tuple[int, ...] | None = ...,
     backward: str | None = ...,
     grad_dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
+    sequence: Sequence | None = ...,
+    group: Any = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -71,14 +71,15 @@ def attention(
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
-    layout: str = "contiguous",
-    group: Any = None,
+    layout: str | None = None,
     method: str = "auto",
     strides: tuple[int, ...] | None = None,
     backward_strides: tuple[int, ...] | None = None,
     backward: str | None = None,
     grad_dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    sequence: Sequence | None = None,
+    group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over a sequence that lies on the ranks of ``group``: out, or (out, lse).
 
@@ -92,8 +93,10 @@ def attention(
     | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
 
     A query at position p of the sequence sees keys p - left .. p + right of its document, with ``window`` = (left,
-    right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" or "zigzag" (see
-    `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5.
+    right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out) or "zigzag" (see
+    `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5. ``sequence`` (see `weft.sequence`) is given
+    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which the ranks tell their
+    lengths.
 
     What crosses ranks, by ``method``:
 
@@ -112,50 +115,43 @@ def attention(
     >>> attention(q, kv, kv, causal=True).shape
     torch.Size([1, 10, 4, 8])
     """
-    axis = Axis.of(group)
-    bounds = None if cu_seqlens is None else tuple(torch.as_tensor(cu_seqlens).tolist())
+    length = local_length(q)
+    axis, layout, bounds, fault = read_sequence("attention", length, layout, cu_seqlens, group, sequence)
     fault = (
-        _find_tensor_fault(axis.rank, q, k, v)
-        or _find_mask_fault(axis.rank, q, window, bounds)
-        or _find_method_fault(axis, q, k, method, strides, backward_strides, backward, grad_dtype)
-        or find_layout_fault("attention", layout, axis.rank)
-    )
-    if fault:
-        axis.refuse("attention", fault)
-    job = Job(
-        axis=axis,
-        method=method,
-        layout=layout,
+        fault
+        or find_token_fault(
+            "attention", axis.rank, bounds, "S", "a tensor of fp32, fp64, bf16 or fp16", q=q, k=k, v=v
+        )
+        or _find_shape_fault(axis.rank, q, k, v)
+        or _find_window_fault(axis.rank, window)
+        or _find_method_fault(axis.rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
+    )  # fmt: skip
+    if fault is not None:
+        axis.begin("attention", tell=None if sequence else (0,), fault=fault)
+    options = Options(
+        q=(q.shape[0], *q.shape[2:]),
+        kv_heads=k.shape[2],
+        dtype=q.dtype,
         causal=bool(causal),
-        window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
-        bounds=bounds,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
+        cu_seqlens=bounds,
+        layout=layout,
+        lengths=None if sequence is None else sequence.lengths,
+        method=method,
         strides=None if strides is None else tuple(strides),
         backward_strides=None if backward_strides is None else tuple(backward_strides),
         backward=backward,
         grad_dtype=grad_dtype,
         return_lse=bool(return_lse),
+        gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
     )
-    out, lse = Attention.apply(q, k, v, job)
+    out, lse = Attention.apply(q, k, v, options, axis, sequence)
     return (out, lse) if return_lse else out
 
 
-def _find_tensor_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
+def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
     where = f"(rank {rank})"
-    for label, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            return TypeError(f"attention: {label} must be a tensor of fp32, fp64, bf16 or fp16, got {kind} {where}")
-        if tensor.ndim != 4:
-            return ValueError(f"attention: {label} must be [B, S, heads, dim], got {list(tensor.shape)} {where}")
-        if tensor.device != q.device:
-            return ValueError(f"attention: {label} is on {tensor.device}, q on {q.device} {where}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        return ValueError(f"attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype} {where}")
-    if k.shape[:2] != q.shape[:2]:
-        return ValueError(
-            f"attention: k {list(k.shape)} must have the batch and length of q {list(q.shape)} {where}"
-        )  # fmt: skip
     if v.shape[:3] == k.shape[:3] and k.shape[3] == q.shape[3] != v.shape[3]:
         return NotImplementedError(
             f"attention: values of {v.shape[3]} with keys of {k.shape[3]} are not supported, as the kernels have one "
@@ -173,26 +169,19 @@ def _find_tensor_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception 
     return None
 
 
-def _find_mask_fault(rank: int, q: Tensor, window: object, bounds: tuple[Any, ...] | None) -> Exception | None:
-    where = f"(rank {rank})"
-    if window is not None and not (
+def _find_window_fault(rank: int, window: object) -> Exception | None:
+    if window is None or (
         isinstance(window, tuple | list)
         and len(window) == 2
         and all(isinstance(side, int) and side >= -1 for side in window)
     ):
-        return ValueError(f"attention: window must be (left, right), -1 for no limit, got {window!r} {where}")
-    if bounds is None:
         return None
-    if q.shape[0] != 1:
-        return ValueError(f"attention: packed sequences (cu_seqlens) need a batch of 1, got {q.shape[0]} {where}")
-    whole = all(isinstance(bound, int) for bound in bounds)
-    if not whole or len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        return ValueError(f"attention: cu_seqlens must be integers that rise from 0, got {list(bounds[:8])} {where}")
-    return None
+    return ValueError(f"attention: window must be (left, right), -1 for no limit, got {window!r} (rank {rank})")
 
 
 def _find_method_fault(
-    axis: Axis,
+    rank: int,
+    size: int,
     q: Tensor,
     k: Tensor,
     method: str,
@@ -201,13 +190,13 @@ def _find_method_fault(
     backward: str | None,
     grad_dtype: torch.dtype | None,
 ) -> Exception | None:
-    where, kv_heads = f"(rank {axis.rank})", k.shape[2]
+    where, kv_heads = f"(rank {rank})", k.shape[2]
     if method != "auto" and method not in METHODS:
         return ValueError(f"attention: method {method!r} is not one of auto, {', '.join(METHODS)} {where}")
-    if method != "auto" and METHODS[method].divides_heads and (q.shape[2] % axis.size or kv_heads % axis.size):
+    if method != "auto" and METHODS[method].divides_heads and (q.shape[2] % size or kv_heads % size):
         others = " and ".join(name for name, one in METHODS.items() if not one.divides_heads)
         return ValueError(
-            f"attention: {method} needs a number of ranks that divides the heads, but {axis.size} ranks do not divide "
+            f"attention: {method} needs a number of ranks that divides the heads, but {size} ranks do not divide "
             f"{q.shape[2]} heads and {kv_heads} key/value heads {where}; {others} take any number"
         )
     if backward not in (None, "ring") or (backward == "ring" and method not in ("auto", "gather", "ring")):
@@ -222,7 +211,7 @@ def _find_method_fault(
             return ValueError(
                 f"attention: {name} are of method 'gather' and have no meaning here {where}; leave them out"
             )
-        if fault := find_strides_fault(name, kv_heads, given, axis.rank):
+        if fault := find_strides_fault(name, kv_heads, given, rank):
             return fault
     if grad_dtype is not None and grad_dtype not in DTYPES:
         return TypeError(f"attention: grad_dtype must be fp32, fp64, bf16 or fp16, got {grad_dtype} {where}")

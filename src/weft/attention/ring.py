@@ -4,59 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.attention.geometry import Ranges, count, unite
-from weft.attention.stage import Returns, Stage, Trip, messages
-from weft.comm import Pending
+from weft.attention.kv_exchange import GradReturn, KVBlock, KVExchange, take
+from weft.attention.plan import Ranges, count, unite
+from weft.comm.call import Expected
 
 
-def ring(trip: Trip) -> Iterator[Stage]:
-    """The own block, then a stage for each other rank's keys as they come by, all heads at once.
+def ring(kv: KVExchange) -> Iterator[KVBlock]:
+    """The own block, then one for each other rank's keys as they come by, all heads at once.
 
     A hop carries only tokens that the next rank or one behind it on the ring still needs; a block that nobody needs
     any more stops. In the backward the keys go round again and a block's gradients go straight to its owner, where
     they are summed: fewer bytes than with the sums going round, and no sum is rounded on the way.
     """
-    geometry, rank, size = trip.geometry, trip.rank, trip.call.size
-    heads = slice(0, trip.kv_heads)
+    plan, rank, size = kv.plan, kv.rank, kv.call.size
+    heads = slice(0, kv.kv_heads)
+    after, before = (rank + 1) % size, (rank - 1) % size
 
     def carried(owner: int, at: int) -> Ranges:
         """What rank ``at`` gets of the owner's tokens: what it and the ranks after it need."""
         ahead = (owner - at) % size
-        return unite(geometry.lent(owner, (at + hop) % size) for hop in range(ahead))
+        return unite(plan.visible_to(owner, (at + hop) % size) for hop in range(ahead))
 
-    cargos = [carried((rank - hop) % size, rank) for hop in range(1, size)]
-    largest = max((count(cargo) for cargo in cargos), default=0)
-    boxes = [trip.room(largest, trip.kv_heads) for _ in range(min(2, size - 1))]
-    gift = carried(rank, (rank + 1) % size)
-    current = trip.pack(trip.room(count(gift), trip.kv_heads), gift, heads)
-    present = gift
-    borrowers = [geometry.lent(rank, (rank + hop) % size) for hop in range(1, size)]
-    returns = None
-    if trip.is_backward:
-        returns = Returns(trip, largest, max(map(count, borrowers), default=0), trip.kv_heads)
+    arriving = [carried((rank - hop) % size, rank) for hop in range(1, size)]
+    largest = max(map(count, arriving), default=0)
+    boxes = [kv.room(largest, kv.kv_heads) for _ in range(min(2, size - 1))]
 
-    def pass_on(hop: int) -> Pending[None]:
-        """Hop ``hop``: hand on what is here, take what comes."""
-        owner, after = (rank - hop + 1) % size, (rank + 1) % size
-        outgoing = messages(after, current, carried(owner, after), present)
-        cargo = cargos[hop - 1]
-        inbox = trip.shape(boxes[hop % len(boxes)], count(cargo), trip.kv_heads)
-        return trip.call.exchange(outgoing, messages((rank - 1) % size, inbox, cargo, cargo))
+    def inbox(hop: int) -> Expected:
+        """Say what hop ``hop`` will bring, as soon as its memory is free."""
+        tokens = count(arriving[hop - 1])
+        return kv.call.expect([(before, kv.shape(boxes[hop % len(boxes)], tokens, kv.kv_heads))])
 
-    before, after = trip.split_own()
-    flying = pass_on(1) if size > 1 else None
-    yield from trip.own(before)
+    coming = {hop: inbox(hop) for hop in range(1, min(3, size))}
+    present = carried(rank, after)
+    current = kv.pack(kv.room(count(present), kv.kv_heads), present, heads)
+    readers = [plan.visible_to(rank, (rank + hop) % size) for hop in range(1, size)]
+    grads = None
+    if kv.is_backward:
+        grads = GradReturn(kv, largest, max(map(count, readers), default=0), kv.kv_heads)
+
+    flying = kv.call.exchange([(after, current)], coming.pop(1)) if size > 1 else None
+    yield from kv.own_first()
     for hop in range(1, size):
         assert flying is not None
         flying.wait()
-        owner, present = (rank - hop) % size, cargos[hop - 1]
-        current = trip.shape(boxes[hop % len(boxes)], count(present), trip.kv_heads)
-        flying = pass_on(hop + 1) if hop + 1 < size else None
-        sums = None if returns is None else returns.blank(count(present), trip.kv_heads)
-        yield trip.stage(current, geometry.place(owner, present), heads, sums)
-        if returns is not None and sums is not None:
-            owners = [(owner, geometry.lent(owner, rank), present, 0)]
-            returns.send(sums, owners, [((rank + hop) % size, borrowers[hop - 1])], heads)
-    yield from trip.own(after)
-    if returns is not None:
-        returns.settle()
+        owner, present = (rank - hop) % size, arriving[hop - 1]
+        current = kv.shape(boxes[hop % len(boxes)], count(present), kv.kv_heads)
+        sent = None
+        if hop + 1 < size:
+            if hop + 1 not in coming:
+                coming[hop + 1] = inbox(hop + 1)
+            sent = kv.call.exchange([(after, take(current, carried(owner, after), present))], coming.pop(hop + 1))
+        sums = None if grads is None else grads.blank(count(present), kv.kv_heads)
+        yield kv.block(current, plan.place(owner, present), heads, sums)
+        if grads is not None and sums is not None:
+            owners = [(owner, plan.visible_to(owner, rank), present, 0)]
+            grads.send(sums, owners, [((rank + hop) % size, readers[hop - 1])], heads)
+        flying = sent
+    yield from kv.own_last()
+    if grads is not None:
+        grads.settle()

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from weft.attention import attention
 from weft.bench import context_parallel
-from weft.bench.context_parallel import Baseline, job_for
+from weft.bench.context_parallel import Baseline, options_for
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
-from weft.bench.world import Crew, take_samples
-from weft.comm import Axis, Ledger, shard
+from weft.bench.world import RankPool, take_samples
+from weft.comm import Axis, Ledger
 from weft.comm.wire import SoloWire
+from weft.sequence import shard
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 ALONE = "one process, {} threads"
@@ -41,19 +42,19 @@ def layouts(ranks: int, tokens: int) -> dict[str, Layout]:
     return {"attention": Layout(f"softmax attention on {ranks} ranks, {shape}", COLUMNS)}
 
 
-def run(crew: Crew, report: Report, repeats: int, tokens: int) -> None:
+def run(pool: RankPool, report: Report, repeats: int, tokens: int) -> None:
     """Measure; the rows are kept as far as they were measured."""
-    if tokens % (2 * crew.size):
-        raise ValueError(f"bench attention: --tokens {tokens} must be a multiple of twice the {crew.size} ranks")
+    if tokens % (2 * pool.size):
+        raise ValueError(f"bench attention: --tokens {tokens} must be a multiple of twice the {pool.size} ranks")
     samples: dict[str, list[float]] = defaultdict(list)
     with report.progress(repeats, "attention") as advance:
-        facts = crew.run(inspect, tokens)
+        facts = pool.run(inspect, tokens)
         try:
-            for seconds in take_samples(crew, sample, [tokens], repeats, advance):
+            for seconds in take_samples(pool, sample, [tokens], repeats, advance):
                 for name in seconds:
                     samples[name].append(seconds[name])
         finally:
-            for row in _rows(samples, facts, crew.size) if samples else ():
+            for row in _rows(samples, facts, pool.size) if samples else ():
                 report.add("attention", row)
 
 
@@ -104,9 +105,9 @@ def _cases(axis: Axis, tokens: int) -> dict[str, Case]:
     def weft_by(method: str, layout: str) -> Case:
         return _step(lambda *t: attention(*t, causal=True, layout=layout, method=method, group=axis), local[layout])
 
-    def baseline(supply: Any, layout: str, strides: tuple[int, ...] = (KV_HEADS,)) -> Case:
-        job = job_for(axis, layout, DIM**-0.5, strides)
-        return _step(lambda *t: Baseline.apply(*t, job, supply), local[layout])
+    def baseline(schedule: Any, layout: str, strides: tuple[int, ...] = (KV_HEADS,)) -> Case:
+        options = options_for(local[layout][0], local[layout][1], layout, strides)
+        return _step(lambda *t: Baseline.apply(*t, options, axis, schedule), local[layout])
 
     cases: dict[str, Case] = {ALONE.format(axis.size): one_process}
     for layout in local:

@@ -18,132 +18,131 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.attention.geometry import Held, survey
-from weft.attention.job import Job
-from weft.attention.stage import Stage, Trip
-from weft.attention.staged import Supply, backward_in_stages, forward_in_stages
+from weft.attention.blockwise import KVSchedule, backward_by_blocks, forward_by_blocks
+from weft.attention.kv_exchange import KVBlock, KVExchange
+from weft.attention.options import Options
+from weft.attention.plan import KeySpan
 from weft.comm import Axis, Pending
-from weft.comm.layout import gather_lengths
+from weft.sequence.sequence import settle
 
 
 class Baseline(torch.autograd.Function):
-    """Causal attention with one of the supplies below."""
+    """Causal attention with one of the schedules below."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Job, supply: Supply) -> Tensor:
-        call = job.axis.begin(supply.__name__, q=q.shape, layout=job.layout)
-        geometry = survey(tuple(gather_lengths(call, q.shape[1], q.device)), job.layout, None, True, (-1, -1))
-        out, _, saved = forward_in_stages(supply, job, call, geometry, q, k, v)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, schedule: KVSchedule
+    ) -> Tensor:
+        call = axis.begin(schedule.__name__, options, tell=(q.shape[1],))
+        plan = options.plan(settle(schedule.__name__, call, axis, options.layout, None))
+        out, _, saved = forward_by_blocks(schedule, options, call, plan, q, k, v, started=None)
         ctx.save_for_backward(*saved)
-        ctx.how = job, supply, geometry
+        ctx.how = options, axis, schedule, plan
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        job, supply, geometry = ctx.how
-        call = job.axis.begin(f"{supply.__name__}.backward", q=grad.shape, layout=job.layout)
-        dq, dk, dv = backward_in_stages(supply, job, call, geometry, ctx.saved_tensors, grad)
-        return dq, dk, dv, None, None
+        options, axis, schedule, plan = ctx.how
+        call = axis.begin(f"{schedule.__name__}.backward", options)
+        dq, dk, dv = backward_by_blocks(schedule, options, call, plan, ctx.saved_tensors, grad)
+        return dq, dk, dv, None, None, None
 
 
-def job_for(axis: Axis, layout: str, scale: float, strides: tuple[int, ...]) -> Job:
+def options_for(q: Tensor, k: Tensor, layout: str, strides: tuple[int, ...]) -> Options:
     """The options of a baseline: causal, dense, the same strides both ways."""
-    return Job(axis, "gather", layout, True, (-1, -1), None, scale, strides, strides, None, None, False)
+    return Options(
+        q=(q.shape[0], *q.shape[2:]), kv_heads=k.shape[2], dtype=q.dtype, causal=True, scale=q.shape[-1] ** -0.5,
+        window=(-1, -1), cu_seqlens=None, layout=layout, lengths=None, method="gather", strides=strides,
+        backward_strides=strides, backward=None, grad_dtype=None, return_lse=False, gradients=(True,) * 3,
+    )  # fmt: skip
 
 
-def _everything(trip: Trip) -> tuple[list[Held], list[int]]:
+def _everything(kv: KVExchange) -> tuple[list[KeySpan], list[int]]:
     """Where every rank's tokens lie in memory that holds all of them, and where each rank's begin."""
-    begins = [0, *accumulate(trip.geometry.lengths)]
-    held = [
+    begins = [0, *accumulate(kv.plan.lengths)]
+    spans = [
         one
-        for owner, length in enumerate(trip.geometry.lengths)
-        for one in trip.geometry.place(owner, ((0, length),), begins[owner])
+        for owner, length in enumerate(kv.plan.lengths)
+        for one in kv.plan.place(owner, ((0, length),), begins[owner])
     ]
-    return held, begins
+    return spans, begins
 
 
-def strided(trip: Trip) -> Iterator[Stage]:
+def strided(kv: KVExchange) -> Iterator[KVBlock]:
     """All-gather a few heads, compute them; reduce their gradients while the next are computed."""
-    held, begins = _everything(trip)
-    ends = list(accumulate(trip.strides))
-    steps = [slice(end - width, end) for end, width in zip(ends, trip.strides, strict=True)]
-    mine = ((0, trip.k.shape[1]),)
+    spans, begins = _everything(kv)
+    ends = list(accumulate(kv.strides))
+    steps = [slice(end - width, end) for end, width in zip(ends, kv.strides, strict=True)]
+    mine = ((0, kv.k.shape[1]),)
 
     def fetch(heads: slice) -> tuple[Pending[None], Tensor]:
         width = heads.stop - heads.start
-        kv = trip.shape(trip.room(begins[-1], width), begins[-1], width)
-        own = trip.pack(trip.room(trip.k.shape[1], width), mine, heads)
-        kv[begins[trip.rank] : begins[trip.rank + 1]] = own
-        incoming = [(other, kv[begins[other] : begins[other + 1]]) for other in trip.others]
-        return trip.call.exchange([(other, own) for other in trip.others], incoming), kv
+        whole = kv.shape(kv.room(begins[-1], width), begins[-1], width)
+        own = kv.pack(kv.room(kv.k.shape[1], width), mine, heads)
+        whole[begins[kv.rank] : begins[kv.rank + 1]] = own
+        incoming = [(other, whole[begins[other] : begins[other + 1]]) for other in kv.call.others]
+        return kv.call.exchange([(other, own) for other in kv.call.others], incoming), whole
 
-    returning: tuple[Pending[None], list[Tensor], slice] | None = None
+    returning: tuple[Pending[list[Tensor]], slice] | None = None
     coming = fetch(steps[0])
     for number, heads in enumerate(steps):
-        pending, kv = coming
+        pending, keys = coming
         pending.wait()
         if number + 1 < len(steps):
             coming = fetch(steps[number + 1])
-        grads = torch.zeros_like(kv, dtype=trip.grad_dtype) if trip.is_backward else None
-        yield trip.stage(kv, held, heads, grads)
+        grads = torch.zeros_like(keys, dtype=kv.grad_dtype) if kv.is_backward else None
+        yield kv.block(keys, spans, heads, grads)
         if grads is not None:
             if returning is not None:
-                _add_up(trip, *returning)
-            returning = *_give_back(trip, grads, begins), heads
+                _add_up(kv, *returning)
+            parts = [grads[begins[rank] : begins[rank + 1]] for rank in range(kv.call.size)]
+            returning = kv.call.all_to_all(parts), heads  # also where the mask has left zeros
     if returning is not None:
-        _add_up(trip, *returning)
+        _add_up(kv, *returning)
 
 
-def _give_back(trip: Trip, grads: Tensor, begins: list[int]) -> tuple[Pending[None], list[Tensor]]:
-    """Everybody's part of ``grads`` to everybody, also where the mask has left zeros."""
-    own = grads[begins[trip.rank] : begins[trip.rank + 1]]
-    boxes = [own if rank == trip.rank else torch.empty_like(own) for rank in range(trip.call.size)]
-    outgoing = [(other, grads[begins[other] : begins[other + 1]]) for other in trip.others]
-    return trip.call.exchange(outgoing, [(other, boxes[other]) for other in trip.others]), boxes
-
-
-def _add_up(trip: Trip, pending: Pending[None], boxes: list[Tensor], heads: slice) -> None:
-    pending.wait()
-    for box in boxes:
-        for index, total in enumerate((trip.dk, trip.dv)):
+def _add_up(kv: KVExchange, coming: Pending[list[Tensor]], heads: slice) -> None:
+    for part in coming.wait():
+        for index, total in enumerate((kv.dk, kv.dv)):
             assert total is not None
-            total[:, :, heads].add_(box[:, index].movedim(0, 1))
+            total[:, :, heads].add_(part[:, index].movedim(0, 1))
 
 
-def ring(trip: Trip) -> Iterator[Stage]:
+def ring(kv: KVExchange) -> Iterator[KVBlock]:
     """Pass whole blocks on while the one before is computed; lengths must be equal."""
-    size, rank, tokens = trip.call.size, trip.rank, trip.k.shape[1]
-    heads, whole = slice(0, trip.kv_heads), ((0, tokens),)
+    size, rank, tokens = kv.call.size, kv.rank, kv.k.shape[1]
+    heads, whole = slice(0, kv.kv_heads), ((0, tokens),)
     after, before = (rank + 1) % size, (rank - 1) % size
-    kv = trip.pack(trip.room(tokens, trip.kv_heads), whole, heads)
-    grads: Tensor | None = None
+    keys = kv.pack(kv.room(tokens, kv.kv_heads), whole, heads)
     arriving: tuple[Pending[None], Tensor] | None = None
     for hop in range(size):
         owner = (rank - hop) % size
         if hop + 1 < size:
-            box = torch.empty_like(kv)
-            flying = trip.call.exchange([(after, kv)], [(before, box)])
-        own = torch.zeros_like(kv, dtype=trip.grad_dtype) if trip.is_backward else None
-        yield trip.stage(kv, trip.geometry.place(owner, whole), heads, own)
+            box = torch.empty_like(keys)
+            flying = kv.call.exchange([(after, keys)], [(before, box)])
+        own = torch.zeros_like(keys, dtype=kv.grad_dtype) if kv.is_backward else None
+        yield kv.block(keys, kv.plan.place(owner, whole), heads, own)
         if own is not None:
             if arriving is not None:
                 arriving[0].wait()
                 own += arriving[1]
             grads = torch.empty_like(own)
-            arriving = trip.call.exchange([(after, own)], [(before, grads)]), grads
+            arriving = kv.call.exchange([(after, own)], [(before, grads)]), grads
         if hop + 1 < size:
             flying.wait()
-            kv = box
+            keys = box
     if arriving is not None:  # the sums are back at their owner
-        _add_up(trip, arriving[0], [arriving[1]], heads)
+        pending, sums = arriving
+        pending.wait()
+        _add_up(kv, Pending(lambda: [sums]), heads)
 
 
-def local(trip: Trip) -> Iterator[Stage]:
+def local(kv: KVExchange) -> Iterator[KVBlock]:
     """All keys at once, and nothing sent: what stands in for the others' is this rank's own."""
-    held, begins = _everything(trip)
-    heads = slice(0, trip.kv_heads)
-    kv = trip.shape(trip.room(begins[-1], trip.kv_heads), begins[-1], trip.kv_heads)
+    spans, begins = _everything(kv)
+    heads = slice(0, kv.kv_heads)
+    keys = kv.shape(kv.room(begins[-1], kv.kv_heads), begins[-1], kv.kv_heads)
     for begin, end in pairwise(begins):
-        trip.pack(kv[begin:end].view(-1), ((0, min(end - begin, trip.k.shape[1])),), heads)
-    grads = torch.zeros_like(kv, dtype=trip.grad_dtype) if trip.is_backward else None
-    yield trip.stage(kv, held, heads, grads)
+        kv.pack(keys[begin:end].view(-1), ((0, min(end - begin, kv.k.shape[1])),), heads)
+    grads = torch.zeros_like(keys, dtype=kv.grad_dtype) if kv.is_backward else None
+    yield kv.block(keys, spans, heads, grads)

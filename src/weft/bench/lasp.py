@@ -10,49 +10,57 @@ schedules and not kernels. One dense contiguous sequence, a scalar gate, no init
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.linear_attention.chunk import Backward, Forward
-from weft.scan.affine import Affine
+from weft.comm import Axis, Call
+from weft.comm.path import Together
+from weft.linear_attention.chunk import ChunkBackward, ChunkForward
+from weft.scan import Affine, Form, schedule
 from weft.scan.gather import fold
-from weft.scan.pipeline import pipeline
 
 CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the ranks must have in common."""
+
+    v: torch.Size
 
 
 class Baseline(torch.autograd.Function):
     """Linear attention by one of the schedules above."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, axis: Axis, schedule: str, blocks: int) -> Tensor:
-        call = axis.begin(schedule, v=v.shape)
-        if schedule == "lasp":
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, axis: Axis, name: str, blocks: int) -> Tensor:
+        call = axis.begin(name, Options(v.shape))
+        if name == "lasp":
             entering = _receive(call, q, v)
-        kernel = Forward(q, k, v, g, q.shape[-1] ** -0.5, [q.shape[1]], CHUNK)
-        entering = _travel(call, kernel, schedule, blocks, entering if schedule == "lasp" else None)
+        kernel = ChunkForward(q, k, v, g, q.shape[-1] ** -0.5, [q.shape[1]], CHUNK)
+        entering = _travel(call, kernel, name, blocks, entering if name == "lasp" else None)
         out, _ = kernel.finish(entering)
         ctx.save_for_backward(q, k, v, g, entering)
-        ctx.how = axis, schedule, blocks
+        ctx.how = axis, name, blocks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, entering = ctx.saved_tensors
-        axis, schedule, blocks = ctx.how
-        call = axis.begin(f"{schedule}.backward", v=v.shape).reversed()
-        if schedule == "lasp":
+        axis, name, blocks = ctx.how
+        call = axis.begin(f"{name}.backward", Options(v.shape)).reversed()
+        if name == "lasp":
             arrived = _receive(call, q, v)
-        kernel = Backward(q, k, v, g, q.shape[-1] ** -0.5, [q.shape[1]], CHUNK, entering, grad)
-        arrived = _travel(call, kernel, schedule, blocks, arrived if schedule == "lasp" else None)
+        kernel = ChunkBackward(q, k, v, g, q.shape[-1] ** -0.5, [q.shape[1]], CHUNK, entering, grad)
+        arrived = _travel(call, kernel, name, blocks, arrived if name == "lasp" else None)
         dq, dk, dv, dg, _ = kernel.finish(arrived)
         return dq, dk, dv, dg, None, None, None
 
 
-def _receive(call: Axis, q: Tensor, v: Tensor) -> Tensor | None:
+def _receive(call: Call, q: Tensor, v: Tensor) -> Tensor | None:
     """LASP: what comes from the rank before, before anything else."""
     if call.rank == 0:
         return None
@@ -62,23 +70,22 @@ def _receive(call: Axis, q: Tensor, v: Tensor) -> Tensor | None:
 
 
 def _travel(
-    call: Axis, kernel: Forward | Backward, schedule: str, blocks: int, arrived: Tensor | None
+    call: Call, kernel: ChunkForward | ChunkBackward, name: str, blocks: int, arrived: Tensor | None
 ) -> Tensor | None:
     """Send this rank's map its way and do the intra-chunk work; returns the state that enters."""
     log, state = kernel.maps
-    own = Affine.of(state, log)
-    if schedule == "zeco":
-        pending = call.start(lambda lane: pipeline(lane, own, blocks))
+    own, form = Affine.of(state, log), Form.of(state, log)
+    if name == "zeco":
+        path = call.path()
+        chain = Together(call, [(path, schedule("pipeline", path, form, blocks))])
+        pending = call.start(lambda lane: chain.run(lane, [own]), state.device)
         kernel.intra()
-        return pending.wait()
-    if schedule == "lasp":
+        return pending.wait()[0]
+    if name == "lasp":
         if call.rank + 1 < call.size:
             call.send(own.apply(arrived), call.rank + 1).wait()
         kernel.intra()
         return arrived
-    maps = own.flat.new_empty(call.size, own.flat.numel())
-    maps[call.rank] = own.flat
-    others = [rank for rank in range(call.size) if rank != call.rank]
-    call.exchange([(rank, own.flat) for rank in others], [(rank, maps[rank]) for rank in others]).wait()
+    maps = torch.stack(call.all_gather(own.flat).wait())
     kernel.intra()
-    return fold(maps[: call.rank], own) if call.rank else None
+    return fold(maps[: call.rank], form) if call.rank else None

@@ -15,12 +15,13 @@ from torch import Tensor
 from weft.bench.lasp import Baseline
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
-from weft.bench.world import Crew, take_samples
-from weft.comm import Axis, Ledger, Machine, VirtualWorld
+from weft.bench.world import RankPool, take_samples
+from weft.comm import Axis, Ledger
 from weft.comm.wire import SoloWire
 from weft.linear_attention import linear_attention
-from weft.scan import METHODS
+from weft.scan import METHODS, Form
 from weft.scan.pipeline import default_blocks
+from weft.world import Machine, VirtualWorld
 
 HEADS, DIM, CHUNK = 8, 64, 64
 PRODUCTS = 14  # of chunk x chunk x dim in forward and backward: see `flops`
@@ -68,11 +69,11 @@ def layouts(ranks: int, tokens: int) -> dict[str, Layout]:
 
 
 def flops(tokens: int) -> int:
-    """Of the algorithm at chunk 64: 4 products a chunk and head forward, 10 backward (two of them again)."""
+    """Of the algorithm at chunk 64: 4 products for each chunk and head forward, 10 backward (two of them again)."""
     return PRODUCTS * 2 * CHUNK * CHUNK * DIM * (tokens // CHUNK) * HEADS
 
 
-def run(crew: Crew, report: Report, repeats: int, tokens: int) -> None:
+def run(pool: RankPool, report: Report, repeats: int, tokens: int) -> None:
     """Measure both tables; a table's rows are kept as far as they were measured."""
     with report.progress(2 * repeats, "linear attention") as advance:
         for table, measure, rows in (
@@ -80,15 +81,15 @@ def run(crew: Crew, report: Report, repeats: int, tokens: int) -> None:
             ("ranks", sample_ranks, _rank_rows),
         ):
             samples: dict[str, list[float]] = defaultdict(list)
-            facts = crew.run(inspect, tokens) if table == "ranks" else []
+            facts = pool.run(inspect, tokens) if table == "ranks" else []
             try:
-                for seconds in take_samples(crew, measure, [tokens], repeats, advance):
+                for seconds in take_samples(pool, measure, [tokens], repeats, advance):
                     for name in seconds:
                         samples[name].append(seconds[name])
             finally:
                 for row in rows(samples, facts, tokens) if samples else ():
                     report.add(table, row)
-    if crew.reports:
+    if pool.reports:
         simulate(report)
 
 
@@ -203,7 +204,7 @@ def _fla_naive() -> Callable[..., Any] | None:
 def _rank_cases(axis: Axis, tokens: int, device: str = "cpu") -> dict[str, Case]:
     inputs = _inputs(tokens, axis.rank, device)
     alone = Axis.over(SoloWire())
-    blocks = max(2, default_blocks(torch.empty(HEADS, DIM, DIM)))
+    blocks = max(2, default_blocks(Form.of(torch.empty(HEADS, DIM, DIM))))
 
     def weft_by(method: str, group: Axis) -> Case:
         return _step(lambda *t: linear_attention(*t, method=method, group=group)[0], inputs)

@@ -12,10 +12,10 @@ from torch import Tensor
 from weft.bench import handwritten
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import take_turns
-from weft.bench.world import Crew, take_samples
+from weft.bench.world import RankPool, take_samples
 from weft.comm import Axis, Ledger, record
 from weft.comm.dist import DistWire
-from weft.scan import METHODS, exclusive_scan
+from weft.scan import METHODS, Form, exclusive_scan
 from weft.scan.pipeline import default_blocks
 
 SIZES = ((4, 32, 32), (8, 64, 64), (16, 128, 128))  # heads, K, V: 16 KiB, 128 KiB and 1 MiB of fp32 state
@@ -37,14 +37,14 @@ def layouts(ranks: int) -> dict[str, Layout]:
     return {"scan": Layout(f"exclusive scan on {ranks} ranks, fp32 states with a scalar decay", COLUMNS)}
 
 
-def run(crew: Crew, report: Report, repeats: int, calls: int) -> None:
-    """Measure, adding a row a method and size to ``report`` as soon as the size is done."""
+def run(pool: RankPool, report: Report, repeats: int, calls: int) -> None:
+    """Measure, adding a row for each method and size to ``report`` as soon as the size is done."""
     with report.progress(len(SIZES) * repeats, "scan") as advance:
         for shape in SIZES:
-            facts = [crew.run(inspect, method, shape) for method in METHODS]
+            facts = [pool.run(inspect, method, shape) for method in METHODS]
             samples: dict[str, list[float]] = defaultdict(list)
             try:
-                for seconds in take_samples(crew, sample, [shape, calls], repeats, advance):
+                for seconds in take_samples(pool, sample, [shape, calls], repeats, advance):
                     for name in seconds:
                         samples[name].append(seconds[name])
             finally:  # Ctrl-C keeps what was measured
@@ -96,7 +96,7 @@ def sample(axis: Axis, shape: tuple[int, ...], calls: int, turn: int) -> dict[st
     state, log = _inputs(axis.rank, shape)
     assert isinstance(axis.wire, DistWire)
     line = handwritten.Line(axis.wire.group)
-    blocks = default_blocks(state)
+    blocks = default_blocks(Form.of(state))
     cases = {}
     for method in METHODS:
         cases[method] = lambda method=method: exclusive_scan(state, log_decay=log, group=axis, method=method)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm import Axis, Machine, Run, VirtualWorld
+from weft.comm import Axis
 from weft.scan import exclusive_scan
+from weft.world import Machine, VirtualWorld, WorldRun
 
 
-def trace_scan(machine: Machine, ranks: int, method: str, shape: tuple[int, ...]) -> Run[None]:
+def trace_scan(machine: Machine, ranks: int, method: str, shape: tuple[int, ...]) -> WorldRun[None]:
     """One scan of meta states of ``shape``, with a scalar decay, on ``ranks`` virtual ranks."""
 
     def program(axis: Axis) -> None:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from weft.bench.timing import slowest
-from weft.comm.launch import ProcessWorld, collect, joined_world
+from weft.comm.dist import joined_world
+from weft.world.launch import ProcessWorld, collect
 
 
-class Crew(Protocol):
+class RankPool(Protocol):
     """Runs a function on every rank and gives all results to whoever reports."""
 
     size: int
@@ -37,18 +38,22 @@ class _Joined:
 
 
 def take_samples(
-    crew: Crew, measure: Callable[..., dict[str, float]], args: Sequence[Any], repeats: int, advance: Callable[[], None]
+    pool: RankPool,
+    measure: Callable[..., dict[str, float]],
+    args: Sequence[Any],
+    repeats: int,
+    advance: Callable[[], None],
 ) -> Iterator[dict[str, float]]:
-    """``measure(axis, *args, turn)`` again and again: seconds a case, of the slowest rank. The first one warms up."""
+    """``measure(axis, *args, turn)`` again and again: seconds of each case on the slowest rank. The first warms up."""
     for turn in range(repeats + 1):
-        seconds = slowest(crew.run(measure, *args, turn))
+        seconds = slowest(pool.run(measure, *args, turn))
         if turn:
             advance()
             yield seconds
 
 
 @contextmanager
-def crew(ranks: int | None) -> Iterator[Crew]:
+def rank_pool(ranks: int | None) -> Iterator[RankPool]:
     """``ranks`` local Gloo processes, or under torchrun the ranks it started."""
     with joined_world() as axis:
         if axis is not None:

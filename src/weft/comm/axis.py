@@ -1,55 +1,21 @@
-"""`Axis`: one mesh axis seen from one rank, and the numbering of the calls made on it."""
+"""`Axis`: one mesh axis seen from one rank, and the way to begin a call on it."""
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from weft.comm import ledger
-from weft.comm.wire import Message as WireMessage
+from weft.comm.call import Call, Message
+from weft.comm.counter import CallCounter
+from weft.comm.tell import tell as start_telling
 from weft.comm.wire import Pending, Wire
-from weft.errors import REFUSED, Call
+from weft.errors import CallRecord
 
 T = TypeVar("T")
-Message = tuple[int, torch.Tensor]  # (rank on the axis, contiguous tensor to send or to fill)
-
-
-@dataclass
-class Space:
-    """Where calls are counted: an axis, or one lane of it. The same on every rank that runs the same program."""
-
-    name: str
-    members: Sequence[int]  # ranks on the wire, in the order of the axis
-    calls: int = 0
-    lanes: int = 0
-    agreed: set[str] = field(default_factory=set)
-    digests: dict[object, tuple[tuple[tuple[str, str], ...], int]] = field(default_factory=dict)
-    subsets: dict[tuple[int, ...], Space] = field(default_factory=dict)
-    notes: dict[object, Any] = field(default_factory=dict)  # what an operation remembers about these ranks
-
-    def next_call(self, operation: str, facts: dict[str, object]) -> Call:
-        """Number a call. Its tag mixes number and facts, so that ranks who disagree never exchange data."""
-        self.calls += 1
-        key = (operation, *facts.items())
-        if key not in self.digests:
-            words = tuple((name, _as_text(value)) for name, value in facts.items())
-            if len(self.digests) > 1024:
-                self.digests.clear()
-            self.digests[key] = words, zlib.crc32(repr((self.name, operation, words)).encode())
-        words, digest = self.digests[key]
-        return Call(self.name, self.calls, operation, words, (digest + 0x9E3779B1 * self.calls) & 0x7FFFFFFF)
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, torch.Size):
-        return str(list(value))
-    return str(value).removeprefix("torch.")
 
 
 class Axis:
@@ -62,26 +28,17 @@ class Axis:
     (0, 1)
     """
 
-    __slots__ = ("call", "members", "places", "rank", "space", "wire")
+    __slots__ = ("counter", "members", "rank", "wire")
 
-    def __init__(
-        self,
-        wire: Wire,
-        members: Sequence[int],
-        rank: int,
-        space: Space,
-        call: Call | None = None,
-        places: Sequence[int] | None = None,
-    ) -> None:
-        self.wire, self.members, self.rank, self.space = wire, members, rank, space
-        self.call, self.places = call, places
+    def __init__(self, wire: Wire, members: Sequence[int], rank: int, counter: CallCounter) -> None:
+        self.wire, self.members, self.rank, self.counter = wire, members, rank, counter
 
     @property
     def size(self) -> int:
         return len(self.members)
 
     def __repr__(self) -> str:
-        return f"Axis(rank={self.rank}, size={self.size}, {self.space.name})"
+        return f"Axis(rank={self.rank}, size={self.size}, {self.counter.name})"
 
     @staticmethod
     def of(group: Any = None) -> Axis:
@@ -98,22 +55,11 @@ class Axis:
     def over(wire: Wire, name: str = "world") -> Axis:
         """The axis of all ranks of a wire."""
         members = range(wire.size)
-        return Axis(wire, members, wire.rank, Space(name, members))
+        return Axis(wire, members, wire.rank, CallCounter(name, members))
 
     def reversed(self) -> Axis:
-        """The same ranks in the opposite order: a suffix scan is the prefix schedule on this axis."""
-        places = None if self.places is None else self.places[::-1]
-        return Axis(self.wire, self.members[::-1], self.size - 1 - self.rank, self.space, self.call, places)
-
-    def path(self, stops: Sequence[int], places: Sequence[int], position: int) -> Axis:
-        """The axis of a path through ranks ``stops`` that passes this one at ``position``, within this call.
-
-        A rank may occur several times (a zigzag layout passes every rank twice); it then runs the schedule once
-        for each, on lanes of their own. ``places`` names the stops, so that messages of two paths, or of
-        two places on the same ranks, never mix.
-        """
-        assert self.call is not None and stops[position] == self.rank
-        return Axis(self.wire, [self.members[s] for s in stops], position, self.space, self.call, places)
+        """The same ranks in the opposite order."""
+        return Axis(self.wire, self.members[::-1], self.size - 1 - self.rank, self.counter)
 
     def subset(self, ranks: Sequence[int]) -> Axis:
         """The axis of some of the ranks, this one among them, in the order given. Calls are counted apart."""
@@ -123,83 +69,60 @@ class Axis:
                 f"among them (rank {self.rank})"
             )
         members = tuple(self.members[rank] for rank in ranks)
-        if members not in self.space.subsets:
-            self.space.subsets[members] = Space(f"{self.space.name}[{','.join(map(str, members))}]", members)
-        return Axis(self.wire, members, list(ranks).index(self.rank), self.space.subsets[members])
+        subsets = self.counter.subsets
+        if members not in subsets:
+            subsets[members] = CallCounter(f"{self.counter.name}[{','.join(map(str, members))}]", members)
+        return Axis(self.wire, members, list(ranks).index(self.rank), subsets[members])
 
-    def begin(self, operation: str, **facts: object) -> Axis:
-        """Number a call of ``operation``; exchanges on the axis returned belong to it.
+    def begin(
+        self,
+        operation: str,
+        options: object = None,
+        *,
+        tell: Sequence[int] | None = None,
+        fault: Exception | None = None,
+    ) -> Call:
+        """Number a call of ``operation`` and return it; what is exchanged on it belongs to it.
 
-        ``facts`` (shapes, dtypes, options) must be the same on every rank. The first call of an operation
-        (with ``WEFT_CHECK=always`` every call) asks the other ranks and raises the same
-        `DisagreementError` on all of them. Later calls send nothing: their messages carry the facts in
-        their tag, so a rank that differs gets no answer, and whoever waits too long finds out why.
+        ``options`` is a frozen dataclass (shapes, dtypes, options) that must be the same on every rank: it is the
+        call's signature. ``fault`` is an error found in this rank's arguments: it is raised here, and with the same
+        type and text on the ranks that found none.
+
+        The first call of an operation (with ``WEFT_CHECK=always`` every call) compares the ranks before anything is
+        sent. After that:
+
+        - With ``tell``, a few integers, one small round starts in which every rank tells them, its signature and
+          whether it found a fault. ``call.told.wait()`` gives everybody's integers, by rank, or raises what is wrong on
+          all ranks alike; the group stays good.
+        - Without it nothing is sent. Messages carry the signature in their tag, so a rank that differs gets no answer,
+          and whoever waits too long finds out why.
         """
-        call = self.space.next_call(operation, facts)
-        if self.size > 1:
-            self.wire.announce(call, self.space.members)
-            if _checks_always() or operation not in self.space.agreed:
-                self.wire.agree(call, self.space.members)
-                self.space.agreed.add(operation)
-        return Axis(self.wire, self.members, self.rank, self.space, call)
+        record = self.counter.next_record(operation, options, fault)
+        call = Call(self.wire, self.members, self.rank, self.counter, record)
+        if self.size == 1:
+            if fault is not None:
+                raise fault
+            call.told = Pending(lambda: [tuple(tell or ())])
+            return call
+        self.wire.announce(record)
+        if self.counter.must_compare(operation):
+            self.wire.agree(record, self.counter.members)
+            self.counter.agreed.add(operation)
+        if tell is not None:
+            call.told = start_telling(call, tell)
+            if fault is not None:
+                call.told.wait()
+        elif fault is not None:
+            self.wire.refuse(record)
+        if fault is not None:
+            raise fault
+        return call
 
-    def refuse(self, operation: str, error: Exception) -> NoReturn:
-        """Raise ``error``, found in this rank's arguments, in place of a call: on this rank and on the others.
-
-        Before the first agreed call everybody raises at once; later the others raise when they have waited.
-        """
-        call = self.space.next_call(operation, {REFUSED: error})
-        if self.size > 1:
-            self.wire.announce(call, self.space.members)
-            if _checks_always() or operation not in self.space.agreed:
-                self.wire.agree(call, self.space.members)
-            else:
-                self.wire.refuse(call)
-        raise error
+    # Messages outside any operation, for programs and tests.
 
     def exchange(self, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> Pending[None]:
-        """Start messages to and from several peers at once: (rank, contiguous tensor to send or to fill).
-
-        Do not touch the tensors before ``wait()`` has returned. Empty tensors do not travel.
-        """
-        call = self.call or Call(self.space.name, 0, "exchange", (), zlib.crc32(self.space.name.encode()) >> 1)
-        members, rank = self.members, self.rank
-        if self.places is None:
-            outgoing = [(members[to], call.tag, tensor) for to, tensor in sends if tensor.numel()]
-            incoming = [(members[at], call.tag, tensor) for at, tensor in receives if tensor.numel()]
-        else:
-            outgoing = [(members[to], self._tag(call, rank, to), tensor) for to, tensor in sends if tensor.numel()]
-            incoming = [(members[at], self._tag(call, at, rank), tensor) for at, tensor in receives if tensor.numel()]
-        if not ledger.is_recording():
-            return self.wire.exchange(call, outgoing, incoming)
-        event = ledger.Event(
-            operation=call.operation,
-            rank=self.wire.rank,
-            sends=self._sizes(outgoing),
-            receives=self._sizes(incoming),
-            start=self.wire.clock(),
-            lane=self.space.name,
-            tag=call.tag,
-        )
-        ledger.note(event)
-        pending = self.wire.exchange(call, outgoing, incoming)
-
-        def finish() -> None:
-            pending.wait()
-            event.finish(self.wire.clock())
-
-        return Pending(finish)
-
-    def _tag(self, call: Call, source: int, to: int) -> int:
-        """On a path, where two ranks may meet at several places, the places are part of the tag."""
-        assert self.places is not None
-        return (call.tag + 0x632BE5AB * ((self.places[source] << 16) + self.places[to] + 1)) & 0x7FFFFFFF
-
-    def _sizes(self, messages: Sequence[WireMessage]) -> tuple[tuple[int, int], ...]:
-        """(peer, bytes) for the ledger; what a rank hands to itself does not travel."""
-        return tuple(
-            (peer, tensor.numel() * tensor.element_size()) for peer, _, tensor in messages if peer != self.wire.rank
-        )
+        """Start messages to and from several peers at once: see `Call.exchange`."""
+        return self._plain().exchange(sends, receives)
 
     def send(self, tensor: torch.Tensor, to: int) -> Pending[None]:
         return self.exchange(sends=[(to, tensor)])
@@ -207,31 +130,26 @@ class Axis:
     def receive(self, buffer: torch.Tensor, source: int) -> Pending[None]:
         return self.exchange(receives=[(source, buffer)])
 
+    def _plain(self) -> Call:
+        tag = zlib.crc32(self.counter.name.encode()) >> 1
+        record = CallRecord(self.counter.name, 0, "exchange", (), tag)
+        return Call(self.wire, self.members, self.rank, self.counter, record)
+
     def start(self, schedule: Callable[[Axis], T], device: torch.device | str = "cpu") -> Pending[T]:
         """Run ``schedule(axis)`` beside the caller's computation and without gradients; ``wait()`` gives its result.
 
-        The schedule gets an axis of its own, on which it may begin calls or go on with this one.
+        The schedule gets an axis of its own, on which it may begin calls.
         """
-        self.space.lanes += 1
-        # What has been agreed on goes in at the start and comes back at the wait: moments that have the same
-        # place in every rank's program, as a set shared between running threads would not.
-        lane = Space(f"{self.space.name}/{self.space.lanes}", self.space.members, agreed=set(self.space.agreed))
-        axis = Axis(self.wire, self.members, self.rank, lane, self.call, self.places)
-        pending = self.wire.start(lambda: schedule(axis), torch.device(device))
+        counter = self.counter.lane()
+        lane = Axis(self.wire, self.members, self.rank, counter)
+        pending = self.wire.start(lambda: schedule(lane), torch.device(device))
 
         def finish() -> T:
             value = pending.wait()
-            self.space.agreed |= lane.agreed
+            self.counter.agreed |= counter.agreed
             return value
 
         return Pending(finish)
-
-
-def _checks_always() -> bool:
-    value = os.environ.get("WEFT_CHECK", "first")
-    if value not in ("first", "always"):
-        raise ValueError(f"WEFT_CHECK={value!r} is not known; use 'first' (the default) or 'always'")
-    return value == "always"
 
 
 _current = threading.local()  # .axis: WORLD for a thread that is a rank of a virtual world

@@ -1,14 +1,12 @@
-"""Real ranks: the only place that calls torch.distributed."""
+"""Real ranks: the only place that calls torch.distributed. What is for NCCL stands together, and has not been run."""
 
 from __future__ import annotations
 
-import queue
-import threading
+import os
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.axis import Axis
+from weft.comm.hang import HangDetector
 from weft.comm.lane import StreamLane, ThreadLanes
-from weft.comm.watch import Watch
-from weft.comm.wire import Message, Pending, SoloWire
-from weft.errors import Call
+from weft.comm.wire import Pending, SoloWire, WireMessage
+from weft.errors import CallRecord, CommError
 
 T = TypeVar("T")
 
@@ -52,23 +50,37 @@ def axis_of(group: Any) -> Axis:
     return _axes[group]
 
 
+class _Posted(Pending[None]):
+    """Receives that have been said: on Gloo with their works, on NCCL without any until their exchange."""
+
+    def __init__(
+        self, wire: DistWire, record: CallRecord, messages: Sequence[WireMessage], works: list[Any], kind: str
+    ) -> None:
+        super().__init__(lambda: wire.finish(record, messages, self.works, kind))
+        self.messages, self.works = messages, works
+
+    def join(self, works: list[Any]) -> None:
+        """On NCCL: they were posted with an exchange, and are over when that is."""
+        self._finish = lambda: _wait_for(works)
+
+
 class DistWire:
     """A torch.distributed process group. Every message is point-to-point.
 
     On Gloo a fan-out of point-to-point messages is faster than its collectives, carries only what is needed,
-    and takes a tag. On NCCL (untested here) the messages of one exchange are grouped into one call.
+    and takes a tag. On NCCL the messages of one exchange are grouped into one call. Which of the two a message
+    takes is decided by the device its tensor is on.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        self.grouped = "nccl" in dist.get_backend(group)  # no tags, and one order for all messages
         self._timeout = group_timeout(group)
-        self._own_lock = threading.Lock()
-        self._own_mail: defaultdict[int, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+        self._nccl = NcclSide.of(group)
+        self.host = torch.device("cpu") if has_backend(group, "cpu") or self._nccl is None else self._nccl.device
         generation = _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
         store = dist.PrefixStore(f"weft/{group.group_name}/{generation}", dist.distributed_c10d._get_default_store())
-        self._watch = Watch(self.rank, self.size, store, self._timeout, self._close)
+        self._detector = HangDetector(self.rank, self.size, store, self._timeout, self._close)
         self._threads = ThreadLanes(f"weft lane of group {group.group_name}")
         self._stream_lanes: dict[torch.device, StreamLane] = {}
 
@@ -78,70 +90,54 @@ class DistWire:
         assert group is not None, "an axis does not outlive its process group"
         return group
 
-    def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        rank, group = self.rank, self.group
-        for messages in (sends, receives):
-            for message in messages:
-                if message[0] == rank:
-                    return self._exchange_with_own(call, sends, receives)
-        if self.grouped:
-            return self._exchange_grouped(sends, receives)
-        try:
-            # Receives first: a message that finds its buffer ready needs no handshake.
-            works = [group.recv([buffer], peer, tag) for peer, tag, buffer in receives]
-            works += [group.send([tensor], peer, tag) for peer, tag, tensor in sends]
-        except RuntimeError as error:
-            raise self._watch.explain(call, [m[0] for m in (*receives, *sends)]) from error
-
-        def finish() -> None:
-            peers = [message[0] for message in receives] + [message[0] for message in sends]
-            stuck = self._watch.begin(call, peers)
+    def expect(self, record: CallRecord, receives: Sequence[WireMessage], kind: str = "data") -> _Posted:
+        """A message that finds its receive posted needs no handshake, so it is posted at once. Not on NCCL."""
+        if self._nccl is not None and self._nccl.carries(receives):
+            return _Posted(self, record, receives, [], kind)
+        group, works = self.group, []
+        for peer, tag, buffer in receives:
             try:
-                for work in works:
-                    work.wait()
+                works.append(group.recv([buffer], peer, tag))
             except RuntimeError as error:
-                raise self._watch.explain(call, peers) from error
-            finally:
-                self._watch.end(stuck)
+                raise self._detector.explain(record, peer, error) from error
+        return _Posted(self, record, receives, works, kind)
 
-        return Pending(finish)
-
-    def _exchange_grouped(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """All messages in one NCCL group call."""
-        if not sends and not receives:
-            return Pending(lambda: None)
-        operations = [
-            dist.P2POp(op, tensor, group=self.group, group_peer=peer)
-            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for peer, _, tensor in messages
-        ]
-        works = dist.batch_isend_irecv(operations)
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        return Pending(finish)
-
-    def _exchange_with_own(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """Some messages go from one lane of this rank to another: they wait in a box of this process."""
-        for _, tag, tensor in (message for message in sends if message[0] == self.rank):
-            with self._own_lock:
-                self._own_mail[tag].put(tensor.clone())
-        others = [[message for message in messages if message[0] != self.rank] for messages in (sends, receives)]
-        pending = self.exchange(call, *others)
+    def exchange(
+        self, record: CallRecord, sends: Sequence[WireMessage], expected: Any, kind: str = "data"
+    ) -> Pending[None]:
+        if self._nccl is not None and self._nccl.carries(sends or expected.messages):
+            works = self._nccl.exchange(self.group, sends, expected.messages)
+            expected.join(works)
+            self._detector.follow(record, lambda: all(work.is_completed() for work in works))
+            return Pending(lambda: _wait_for(works))
+        group, works = self.group, []
+        for peer, tag, tensor in sends:
+            try:
+                works.append(group.send([tensor], peer, tag))
+            except RuntimeError as error:
+                raise self._detector.explain(record, peer, error) from error
 
         def finish() -> None:
-            pending.wait()
-            for _, tag, buffer in (message for message in receives if message[0] == self.rank):
-                with self._own_lock:
-                    box = self._own_mail[tag]
-                buffer.copy_(box.get(timeout=self._timeout.total_seconds()).view(buffer.shape))
-                with self._own_lock:  # a second message of the call may already be there
-                    if box.empty():
-                        del self._own_mail[tag]
+            expected.wait()  # a Gloo receive must not be waited for twice, and may have been already
+            self.finish(record, sends, works, kind)
 
         return Pending(finish)
+
+    def exchange_on_host(
+        self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
+    ) -> Pending[None]:
+        return self.exchange(record, sends, self.expect(record, receives, "tell"), "tell")
+
+    def finish(self, record: CallRecord, messages: Sequence[WireMessage], works: Sequence[Any], kind: str) -> None:
+        """Wait for messages; one that fails is explained."""
+        if not works:
+            return
+        with self._detector.waiting(record, kind):
+            for (peer, _, _), work in zip(messages, works, strict=True):
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._detector.explain(record, peer, error) from error
 
     def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
         if device.type != "cuda":
@@ -150,27 +146,46 @@ class DistWire:
             self._stream_lanes[device] = StreamLane(device)
         return self._stream_lanes[device].start(schedule)
 
-    def announce(self, call: Call, members: Sequence[int]) -> None:
-        self._watch.announce(call)
+    def announce(self, record: CallRecord) -> None:
+        self._detector.announce(record)
 
-    def agree(self, call: Call, members: Sequence[int]) -> None:
-        self._watch.agree(call, members)
+    def agree(self, record: CallRecord, members: Sequence[int]) -> None:
+        self._detector.agree(record, members)
 
-    def refuse(self, call: Call) -> None:
-        self._watch.refuse(call)
+    def refuse(self, record: CallRecord) -> None:
+        self._detector.refuse(record)
 
     def clock(self) -> float:
         return time.perf_counter()
 
     def _close(self) -> None:
-        """Make every wait on this Gloo group end: a receive that times out closes all its connections.
+        """Make every wait on this group end.
 
-        A receive from a peer that is gone fails before it can time out, so all peers are tried.
+        On Gloo a receive that times out closes all its connections. A receive from a peer that is gone fails before
+        it can time out, so all peers are tried.
         """
+        if self._nccl is not None:
+            self._nccl.close(self.group)
+        if self.host.type != "cpu":
+            return
         for peer in range(self.size):
             if peer != self.rank:
                 with suppress(RuntimeError):
                     self.group.recv([torch.empty(1)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def has_backend(group: dist.ProcessGroup, device: str) -> bool:
+    """Whether tensors of this kind of device can travel in the group."""
+    try:
+        group._get_backend(torch.device(device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -181,3 +196,94 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         except (RuntimeError, AttributeError):
             continue
     return dist.default_pg_timeout
+
+
+class NcclSide:
+    """The NCCL backend of a group. NOT RUN: no GPU where this was written. Its rules are tested in a virtual world.
+
+    There are no tags: messages match in the order of issue, so all ranks must group them alike, with at most one
+    message for each peer and direction in a group. What is wrong must be found before a batch is issued: an error in
+    between would leave NCCL's group open.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        backend.eager_connect_single_device(self.device)  # else the first message needs all ranks of the group
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> NcclSide | None:
+        """The side, if CUDA tensors of this group travel over NCCL: the group's name does not always say so."""
+        if not has_backend(group, "cuda"):
+            return None
+        backend = group._get_backend(torch.device("cuda"))
+        return NcclSide(backend) if backend.name() == "nccl" else None
+
+    @staticmethod
+    def carries(messages: Sequence[WireMessage]) -> bool:
+        """Whether these travel here: a batch is on one device."""
+        return bool(messages) and messages[0][2].device.type == "cuda"
+
+    def exchange(
+        self, group: dist.ProcessGroup, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
+    ) -> list[Any]:
+        for messages in (sends, receives):
+            peers = [peer for peer, _, _ in messages]
+            if len(set(peers)) < len(peers) or any(
+                tensor.device != self.device or not tensor.is_contiguous() for _, _, tensor in messages
+            ):
+                raise CommError(
+                    f"NCCL takes one contiguous message on {self.device} for each peer and direction, got "
+                    f"{[(peer, str(tensor.device)) for peer, _, tensor in messages]} (rank {group.rank()})"
+                )
+        operations = [
+            dist.P2POp(op, tensor, group=group, group_peer=peer)
+            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, _, tensor in messages
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def close(self, group: dist.ProcessGroup) -> None:
+        with suppress(RuntimeError):
+            self._backend.abort()
+
+
+# Making a world of real ranks, for `weft.world.launch`.
+
+
+def open_store(port: int = 0, timeout: timedelta = dist.default_pg_timeout) -> Any:
+    """A rendezvous store of this machine: the server on a free port, or with ``port`` a client of it."""
+    if port:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@contextmanager
+def gloo_world(store: Any, rank: int, size: int, timeout: timedelta) -> Iterator[Axis]:
+    """WORLD of local Gloo processes that share ``store``."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield Axis.of(None)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def joined_world() -> Iterator[Axis | None]:
+    """The world torchrun has made for this process (``RANK`` and ``WORLD_SIZE`` are set), or None without one."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield None
+        return
+    if dist.is_initialized():
+        yield Axis.of(None)
+        return
+    if torch.cuda.is_available():  # not run: no GPU where this was written
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield Axis.of(None)
+    finally:
+        dist.destroy_process_group()

@@ -20,8 +20,8 @@ class Event:
     """One exchange (or, in virtual time, one local operator) of one rank.
 
     ``sends`` and ``receives`` are (peer, bytes); ``end`` is None until it has been waited for. ``lane`` is
-    the axis or lane it ran on, ``tag`` tells the messages of one call from those of another. ``began`` and
-    ``ended`` order what happened on a rank, where clocks may stand still.
+    the axis it ran on, or an operation's lanes; ``tag`` tells the messages of one call from those of another.
+    ``began``, ``received`` and ``ended`` order what happened on a rank, where clocks may stand still.
     """
 
     operation: str
@@ -33,9 +33,16 @@ class Event:
     lane: str = "main"
     tag: int = 0
     began: int = field(default_factory=lambda: next(_ticks))
+    received: int | None = None
     ended: int | None = None
 
+    def receive(self) -> None:
+        """What it receives is there; what it sends may still be on its way."""
+        if self.received is None:
+            self.received = next(_ticks)
+
     def finish(self, end: float) -> None:
+        self.receive()
         self.end, self.ended = end, next(_ticks)
 
     @property
@@ -80,23 +87,41 @@ class Ledger:
         return Ledger(sorted((event for one in ledgers for event in one.events), key=lambda event: event.start))
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a Chrome trace (open it at ui.perfetto.dev or chrome://tracing): a row a rank and lane."""
-        lanes = {lane: number for number, lane in enumerate(dict.fromkeys(event.lane for event in self.events))}
-        rows: list[dict[str, object]] = []
-        for event in self.events:
+        """Write a Chrome trace (open it at ui.perfetto.dev or chrome://tracing): rows for each rank and lane."""
+        rows = _Rows()
+        blocks: list[dict[str, object]] = []
+        for event in sorted(self.events, key=lambda event: event.start):
             if event.end is None:
                 continue
-            rows.append({
-                "name": event.operation, "ph": "X", "pid": event.rank, "tid": lanes[event.lane],
+            blocks.append({
+                "name": event.operation, "ph": "X", "pid": event.rank, "tid": rows.place(event),
                 "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6,
                 "args": {"bytes_sent": event.bytes_sent, "bytes_received": event.bytes_received,
                          "peers": list(event.peers)},
             })  # fmt: skip
         for rank in sorted({event.rank for event in self.events}):
-            rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-            for lane, number in lanes.items():
-                rows.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": lane}})
-        Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+            blocks.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for rank, lane, number in rows.numbers:
+            name = lane if number == 0 else f"{lane} ({number + 1})"
+            blocks.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": rows.numbers[rank, lane, number],
+                           "args": {"name": name}})  # fmt: skip
+        Path(path).write_text(json.dumps({"traceEvents": blocks, "displayTimeUnit": "ms"}))
+
+
+class _Rows:
+    """Rows of a trace: each rank and lane has one, and further ones only where its blocks overlap."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[int, str, int], int] = {}
+        self._ends: dict[tuple[int, str, int], float] = {}
+
+    def place(self, event: Event) -> int:
+        number = 0
+        while self._ends.get((event.rank, event.lane, number), -math.inf) > event.start:
+            number += 1
+        row = (event.rank, event.lane, number)
+        self._ends[row] = event.start if event.end is None else event.end
+        return self.numbers.setdefault(row, len(self.numbers))
 
 
 def _longest_chain(events: Iterable[Event]) -> int:
@@ -104,7 +129,8 @@ def _longest_chain(events: Iterable[Event]) -> int:
     points: dict[int, list[tuple[float, int, Event]]] = defaultdict(list)
     for event in events:
         points[event.rank].append((event.began, 0, event))
-        points[event.rank].append((math.inf if event.ended is None else event.ended, 1, event))
+        points[event.rank].append((math.inf if event.received is None else event.received, 1, event))
+        points[event.rank].append((math.inf if event.ended is None else event.ended, 2, event))
     todo = {row: deque(sorted(steps, key=lambda step: step[:2])) for row, steps in points.items()}
     depth: dict[int, int] = defaultdict(int)
     left: dict[int, int] = {}
@@ -118,14 +144,15 @@ def _longest_chain(events: Iterable[Event]) -> int:
                 left[id(event)] = depth[row]
                 for peer, _ in event.sends:
                     flying[event.rank, peer, event.tag].append(depth[row])
-            else:
+            elif kind == 1:
                 mail = [flying[peer, event.rank, event.tag] for peer, _ in event.receives]
                 if not all(mail) and not force:
                     return moved
                 arrived = [box.popleft() if box else depth[row] for box in mail]
-                arrived += [left.pop(id(event))] if event.sends else []  # a send is over when it has arrived
                 depth[row] = max([depth[row], *(sent + 1 for sent in arrived)])
                 force = False
+            elif event.sends:  # a send is over when it has arrived
+                depth[row] = max(depth[row], left.pop(id(event)) + 1)
             todo[row].popleft()
             moved = True
         return moved

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from weft.errors import Call
+from weft.errors import CallRecord, error_of
 
 T = TypeVar("T")
 # (peer's rank on the wire, tag, contiguous tensor to send or to fill)
-Message = tuple[int, int, torch.Tensor]
+WireMessage = tuple[int, int, torch.Tensor]
 
 
 class Pending(Generic[T]):
@@ -38,29 +38,44 @@ class Wire(Protocol):
 
     rank: int
     size: int
+    host: torch.device  # where integers lie that the host sends and reads
 
-    def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        """Start these messages; ``wait()`` returns when all have been sent and received.
+    def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
+        """Say what will be received; ``wait()`` returns when it is there. What this returns goes into `exchange`.
 
-        A message meets the one with the same peer and tag on the other side, in order. A rank may write to
-        itself, from one lane to another; that costs nothing.
+        The wire decides when to post it: at once where a receive may wait for its message beside others (Gloo), with
+        the exchange where all messages stand in one line (NCCL).
         """
+        ...
+
+    def exchange(self, record: CallRecord, sends: Sequence[WireMessage], expected: Pending[None]) -> Pending[None]:
+        """Start these messages; ``wait()`` returns when all have been sent and what was expected is there.
+
+        A message meets the one with the same peer and tag on the other side, in order. A wire never carries messages
+        of a rank to itself.
+        """
+        ...
+
+    def exchange_on_host(
+        self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
+    ) -> Pending[None]:
+        """The same for integers the host reads: on its CPU side where a world has one."""
         ...
 
     def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
         """Run ``schedule`` beside the caller's computation: see `weft.comm.lane`."""
         ...
 
-    def agree(self, call: Call, members: Sequence[int]) -> None:
-        """Raise `DisagreementError` on every one of ``members`` unless all make this same call."""
+    def agree(self, record: CallRecord, members: Sequence[int]) -> None:
+        """Raise the same error on every one of ``members`` unless all make this same call without a fault."""
         ...
 
-    def announce(self, call: Call, members: Sequence[int]) -> None:
+    def announce(self, record: CallRecord) -> None:
         """Note locally that this rank makes this call, for the error if it ever gets stuck."""
         ...
 
-    def refuse(self, call: Call) -> None:
-        """Let the others know, should they wait for it, that this rank does not make this call."""
+    def refuse(self, record: CallRecord) -> None:
+        """Leave word, for those who will wait for it, that this rank could not make this call."""
         ...
 
     def clock(self) -> float:
@@ -73,22 +88,31 @@ class SoloWire:
 
     rank = 0
     size = 1
+    host = torch.device("cpu")
 
-    def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
-        assert not sends and not receives, "a world of one sends nothing"
+    def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
+        assert not receives, "a world of one receives nothing"
         return Pending(lambda: None)
+
+    def exchange(self, record: CallRecord, sends: Sequence[WireMessage], expected: Any) -> Pending[None]:
+        assert not sends, "a world of one sends nothing"
+        return Pending(lambda: None)
+
+    def exchange_on_host(self, record: CallRecord, sends: Any, receives: Any) -> Pending[None]:
+        return self.exchange(record, sends, None)
 
     def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
         value = schedule()
         return Pending(lambda: value)
 
-    def agree(self, call: Call, members: Sequence[int]) -> None:
+    def agree(self, record: CallRecord, members: Sequence[int]) -> None:
+        if record.fault is not None:
+            raise error_of(record.fault)
+
+    def announce(self, record: CallRecord) -> None:
         pass
 
-    def announce(self, call: Call, members: Sequence[int]) -> None:
-        pass
-
-    def refuse(self, call: Call) -> None:
+    def refuse(self, record: CallRecord) -> None:
         pass
 
     def clock(self) -> float:

@@ -44,7 +44,7 @@ def _carry(state: Tensor, through: Tensor | None, arrived: Tensor | None, grid: 
     return torch.addcmul(state, factor.unsqueeze(-1), arrived)
 
 
-class Forward:
+class ChunkForward:
     """Forward of one rank. Keeps the inputs, the states between chunks and, after `intra`, the output so far.
 
     ``maps`` is (log decay [B*N, HV] or [B*N, HV, K] for vector gates, None without decay; leaving state from a zero
@@ -96,11 +96,11 @@ class Forward:
         return grid.restore(self._o, self._dtype), _carry(self.maps[1], self.maps[0], entering, grid)
 
 
-class Backward:
+class ChunkBackward:
     """Backward of one rank, from the inputs, the states that entered its segments and the gradient of o.
 
-    ``maps`` is (the log decay of `Forward.maps`; gradient of the entering states if that of the leaving ones is zero,
-    [B*N, HV, K, V]). Keeps the states between chunks, their gradients and the gradients so far.
+    ``maps`` is (the log decay of `ChunkForward.maps`; gradient of the entering states if that of the leaving ones is
+    zero, [B*N, HV, K, V]). Keeps the states between chunks, their gradients and the gradients so far.
     """
 
     def __init__(

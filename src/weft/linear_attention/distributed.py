@@ -1,54 +1,49 @@
-"""The distributed operation: local kernels around one scan of the state a document, forward and backward."""
+"""The distributed operation: local kernels around one scan of the states, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, Pending
-from weft.comm.layout import gather_lengths
-from weft.linear_attention.chunk import Backward, Forward
+from weft.comm import Axis, Call
+from weft.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.linear_attention.final_state import collect_final_gradients, share_final_states
-from weft.linear_attention.journey import Journey, Part, plan_dense, plan_packed
-from weft.scan import METHODS, Affine
+from weft.linear_attention.segments import SequencePlan, plan_dense, plan_packed
+from weft.linear_attention.state_scan import SegmentMap, StateScan, segment_maps, states_by_run
+from weft.scan import Form, choose
+from weft.sequence import Sequence
+from weft.sequence.sequence import Bounds, guess, settle
 
 
 @dataclass(frozen=True)
-class Job:
-    """The options of a call, the same on every rank."""
+class Options:
+    """What the ranks must have in common: everything but their lengths."""
 
-    axis: Axis
-    layout: str
-    method: str
+    q: tuple[int, ...]
+    v: tuple[int, ...]
+    g: tuple[int, ...] | None
+    dtype: torch.dtype
     scale: float
-    chunk_size: int
-    bounds: tuple[int, ...] | None  # of packed documents
+    initial_state: tuple[int, ...] | None
     output_final_state: bool
+    cu_seqlens: Bounds | None
+    layout: str
+    lengths: tuple[int, ...] | None  # of a sequence that was made before
+    method: str
+    chunk_size: int
+    gradients: tuple[bool, ...]
 
-    def plan(self, call: Axis, q: Tensor) -> Journey:
-        """Where the documents lie. The ranks' lengths are asked for once a total length: one round of 8 bytes."""
-        length = q.shape[1]
-        if self.bounds is None:
-            return plan_dense(call, self.layout, length)
-        known = self.axis.space.notes
-        if self.notes_key not in known:
-            lengths = gather_lengths(call, length, q.device)
-            if sum(lengths) != self.bounds[-1]:
-                raise ValueError(
-                    f"linear_attention: cu_seqlens end at {self.bounds[-1]}, but the ranks hold {lengths}, "
-                    f"{sum(lengths)} tokens in all (rank {call.rank})"
-                )
-            known[self.notes_key] = lengths
-        return plan_packed(call, self.layout, known[self.notes_key], self.bounds)
-
-    @property
-    def notes_key(self) -> tuple[str, str, int]:
-        """Under which the ranks' lengths are remembered: they may change only with the total."""
-        return "lengths", self.layout, self.bounds[-1] if self.bounds else 0
+    def form(self, device: torch.device) -> Form:
+        """The form of one document's map."""
+        batch, _, keys = self.q
+        shape = torch.Size((batch, self.v[1], keys, self.v[2]))
+        # A gate without the dimension of the keys is one number for each state, also where it is constant.
+        kind = "none" if self.g is None else "vector" if len(self.g) == 3 else "scalar"
+        return Form(kind, shape, torch.promote_types(self.dtype, torch.float32), device)  # type: ignore[arg-type]
 
 
 class LinearAttention(torch.autograd.Function):
@@ -56,47 +51,69 @@ class LinearAttention(torch.autograd.Function):
 
     | crosses ranks   | forward                            | backward                              |
     |-----------------|------------------------------------|---------------------------------------|
+    | lengths         | a few integers, under the first local work; none if ``sequence`` is given | |
     | state           | exclusive prefix, one scan         | exclusive suffix of its gradient      |
     | final states    | from where they arise to every rank, if asked for | their gradients, back and summed |
 
-    Kept for the backward: the inputs and the states that entered this rank's runs, one [HV, K, V] a document and
+    Kept for the backward: the inputs and the states that entered this rank's runs, one [HV, K, V] for each document and
     run. The states between chunks are computed again: that costs one product of fourteen, keeping them would
     cost as much memory as k or v at chunk size 64 and K = V = 64.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None, job: Job
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        initial: Tensor | None,
+        options: Options,
+        axis: Axis,
+        sequence: Sequence | None,
     ) -> tuple[Tensor, Tensor | None]:
-        axis, batch = job.axis, q.shape[0]
-        facts = _facts(q, k, v, g, initial, job, ctx.needs_input_grad)
-        call = axis.begin("linear_attention", **facts)
-        journey = job.plan(call, q)
-        kernels = [
-            Forward(q[:, t], k[:, t], v[:, t], _cut(g, t), job.scale, stretch.lengths, job.chunk_size)
-            for stretch in journey.stretches
-            for t in [stretch.tokens]
-        ]
-        seats = _seats(journey, kernels, batch)
-        wide = kernels[0].maps[1].dtype
-        start = None if initial is None else initial.detach().to(wide)
+        batch, form = q.shape[0], options.form(q.device)
+        method = choose(form, axis.size) if options.method == "auto" else options.method
+        call = axis.begin("linear_attention", options, tell=None if sequence else (q.shape[1],))
 
-        def boundary(seat: _Seat) -> Tensor | None:
-            return start[seat.document_rows] if start is not None and seat.part.is_first else None
+        def work_on(plan: SequencePlan) -> list[ChunkForward]:
+            return [
+                ChunkForward(q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size)
+                for run in plan.runs
+                for t in [run.tokens]
+            ]
 
-        travelling = [_send_off(call, seat, boundary(seat), job.method) for seat in seats]
+        if options.cu_seqlens is None or sequence is not None:
+            plan = plan_dense(axis, options.layout, q.shape[1]) if sequence is None else _plan(sequence)
+            scan = StateScan(call, plan, form, method)
+            kernels = work_on(plan)
+            if sequence is None:
+                call.told.wait()
+        else:
+            plan, kernels = _plan_and_work(call, axis, options, q.shape[1], work_on)
+            scan = StateScan(call, plan, form, method)
+        maps = segment_maps(plan, kernels, batch)
+        start = None if initial is None else initial.detach().to(form.dtype)
+
+        def boundary(one: SegmentMap) -> Tensor | None:
+            return start[one.document_rows] if start is not None and one.segment.is_first else None
+
+        travelling = scan.start(maps, boundary)
         for kernel in kernels:
             kernel.intra()
-        entering = [boundary(seat) if t is None else t.wait() for seat, t in zip(seats, travelling, strict=True)]
+        entering = travelling.wait()
         arriving = None
-        if job.output_final_state:
-            leaving = [seat.own.apply(state) for seat, state in zip(seats, entering, strict=True)]
-            ended = {s.part.document: x for s, x in zip(seats, leaving, strict=True) if s.part.is_last}
-            arriving = share_final_states(call, journey, ended, batch, like=kernels[0].maps[1])
-        states = _per_stretch(journey, entering, kernels)
+        if options.output_final_state:
+            ended = {
+                one.segment.document: one.own.apply(state)
+                for one, state in zip(maps, entering, strict=True)
+                if one.segment.is_last
+            }
+            arriving = share_final_states(call, plan, ended, batch, like=kernels[0].maps[1])
+        states = states_by_run(plan, entering, kernels)
         outs = [kernel.finish(state)[0] for kernel, state in zip(kernels, states, strict=True)]
         ctx.save_for_backward(q, k, v, g, *states)
-        ctx.job, ctx.journey, ctx.facts = job, journey, facts
+        ctx.how = options, axis, plan, method
         ctx.initial = None if initial is None else (initial.shape, initial.dtype)
         ctx.set_materialize_grads(False)
         return _join(outs), None if arriving is None else arriving.wait()
@@ -104,107 +121,71 @@ class LinearAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, g, *states = ctx.saved_tensors
-        job, journey, batch = ctx.job, ctx.journey, q.shape[0]
-        call = job.axis.begin("linear_attention.backward", **ctx.facts)
+        options, axis, plan, method = ctx.how
+        batch, form = q.shape[0], options.form(q.device)
+        call = axis.begin("linear_attention.backward", options)
         seeds = None
-        if job.output_final_state:
-            heads, values = v.shape[2:]
-            shape = (batch * len(journey.ends), heads, q.shape[-1], values)
-            wide = torch.promote_types(q.dtype, torch.float32)
-            grad_final = q.new_zeros(shape, dtype=wide) if grad_final is None else grad_final.to(wide)
-            seeds = collect_final_gradients(call, journey, grad_final, batch)
+        if options.output_final_state:
+            shape = (batch * len(plan.ends), *form.shape[1:])
+            grad_final = form.new_empty(*shape).zero_() if grad_final is None else grad_final.to(form.dtype)
+            seeds = collect_final_gradients(call, plan, grad_final, batch)
+        scan = StateScan(call, plan, form, method, reverse=True)
         grad_o = torch.zeros_like(v) if grad_o is None else grad_o
         kernels = [
-            Backward(
-                q[:, t], k[:, t], v[:, t], _cut(g, t), job.scale, stretch.lengths, job.chunk_size, state, grad_o[:, t]
+            ChunkBackward(
+                q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size, state,
+                grad_o[:, t],
             )
-            for stretch, state in zip(journey.stretches, states, strict=True)
-            for t in [stretch.tokens]
-        ]
-        seats = _seats(journey, kernels, batch)
+            for run, state in zip(plan.runs, states, strict=True)
+            for t in [run.tokens]
+        ]  # fmt: skip
+        maps = segment_maps(plan, kernels, batch)
         total = None if seeds is None else seeds.wait()
 
-        def boundary(seat: _Seat) -> Tensor | None:
-            return total[seat.document_rows] if total is not None and seat.part.is_last else None
+        def boundary(one: SegmentMap) -> Tensor | None:
+            return total[one.document_rows] if total is not None and one.segment.is_last else None
 
-        travelling = [_send_off(call, seat, boundary(seat), job.method, reverse=True) for seat in seats]
+        travelling = scan.start(maps, boundary)
         for kernel in kernels:
             kernel.intra()
-        leaving = [boundary(seat) if t is None else t.wait() for seat, t in zip(seats, travelling, strict=True)]
-        grads = [
-            kernel.finish(grad) for kernel, grad in zip(kernels, _per_stretch(journey, leaving, kernels), strict=True)
-        ]
+        leaving = states_by_run(plan, travelling.wait(), kernels)
+        grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
         dq, dk, dv = _join([x[0] for x in grads]), _join([x[1] for x in grads]), _join([x[2] for x in grads])
         gates = [grad[3] for grad in grads if grad[3] is not None]
         dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else _join(gates)
-        return dq, dk, dv, dg, _initial_gradient(ctx, seats, [grad[4] for grad in grads], batch), None
+        return dq, dk, dv, dg, _initial_gradient(ctx, maps, [grad[4] for grad in grads]), None, None, None
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """A part of a document in a stretch, with what the kernel says its tokens do to a state."""
-
-    stretch: int
-    part: Part
-    own: Affine
-    rows: slice  # of the stretch's states [B*N, ...]
-    document_rows: slice  # of all documents' states
+def _plan(sequence: Sequence) -> SequencePlan:
+    if sequence.bounds is not None:
+        return plan_packed(sequence)
+    return plan_dense(sequence.axis, sequence.layout, sequence.length)
 
 
-def _seats(journey: Journey, kernels: Sequence[Forward | Backward], batch: int) -> list[_Seat]:
-    seats = []
-    for index, (stretch, kernel) in enumerate(zip(journey.stretches, kernels, strict=True)):
-        log, state = kernel.maps
-        for number, part in enumerate(stretch.parts):
-            rows = slice(number * batch, (number + 1) * batch)
-            own = Affine.of(state[rows], None if log is None else log[rows])
-            seats.append(_Seat(index, part, own, rows, slice(part.document * batch, (part.document + 1) * batch)))
-    return seats
+def _plan_and_work(
+    call: Call, axis: Axis, options: Options, length: int, work_on: Any
+) -> tuple[SequencePlan, list[ChunkForward]]:
+    """Packed, and the ranks' lengths are still on their way: begin on a guess, and again if it was wrong."""
+    assumed = guess(axis, length, options.layout, options.cu_seqlens)
+    plan = None if assumed is None else plan_packed(assumed)
+    kernels = None if plan is None else work_on(plan)
+    sequence = settle("linear_attention", call, axis, options.layout, options.cu_seqlens)
+    if plan is None or assumed is None or assumed.lengths != sequence.lengths:
+        plan = plan_packed(sequence)
+        kernels = work_on(plan)
+    assert kernels is not None
+    return plan, kernels
 
 
-def _send_off(
-    call: Axis, seat: _Seat, boundary: Tensor | None, method: str, reverse: bool = False
-) -> Pending[Tensor | None] | None:
-    """Start the scan of a document that other runs hold too; ``boundary`` enters at its beginning (or end)."""
-    part, own = seat.part, seat.own
-    if len(part.stops) == 1:
-        return None
-    if boundary is not None:
-        own = Affine(own.kind, own.apply(boundary), own.decay)
-    path = call.path(part.stops, part.places, part.position)
-
-    def scan(lane: Axis) -> Tensor | None:
-        entering = METHODS[method](lane.reversed() if reverse else lane, own, None)
-        return boundary if entering is None else entering
-
-    return path.start(scan, own.state.device)
-
-
-def _per_stretch(
-    journey: Journey, states: Sequence[Tensor | None], kernels: Sequence[Forward | Backward]
-) -> list[Tensor | None]:
-    """The seats' states put together a stretch; None where all of them are zero."""
-    joined: list[Tensor | None] = []
-    rest = list(states)
-    for stretch, kernel in zip(journey.stretches, kernels, strict=True):
-        mine, rest = rest[: len(stretch.parts)], rest[len(stretch.parts) :]
-        if all(state is None for state in mine):
-            joined.append(None)
-            continue
-        zero = kernel.maps[1].new_zeros(kernel.maps[1].shape[0] // len(mine), *kernel.maps[1].shape[1:])
-        joined.append(mine[0] if len(mine) == 1 else torch.cat([zero if s is None else s for s in mine]))
-    return joined
-
-
-def _initial_gradient(ctx: Any, seats: Sequence[_Seat], grads: Sequence[Tensor], batch: int) -> Tensor | None:
+def _initial_gradient(ctx: Any, maps: Items[SegmentMap], grads: Items[Tensor]) -> Tensor | None:
     """The gradient of the initial states of the documents that begin here; zero for all others."""
     if ctx.initial is None or not ctx.needs_input_grad[4]:
         return None
     shape, dtype = ctx.initial
     total = grads[0].new_zeros(shape)
-    for seat in seats:
-        if seat.part.is_first:
-            total[seat.document_rows] = grads[seat.stretch][seat.rows]
+    for one in maps:
+        if one.segment.is_first:
+            total[one.document_rows] = grads[one.run][one.rows]
     return total.to(dtype)
 
 
@@ -212,25 +193,5 @@ def _cut(g: Tensor | None, tokens: slice) -> Tensor | None:
     return g if g is None or g.ndim == 1 else g[:, tokens]
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Items[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
-
-
-def _facts(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None, job: Job, grads: Sequence[bool]
-) -> dict[str, object]:
-    """What the ranks must agree on: everything but their lengths."""
-    return {
-        "q": (q.shape[0], *q.shape[2:]),
-        "v": (v.shape[0], *v.shape[2:]),
-        "g": None if g is None else g.shape if g.ndim == 1 else (g.shape[0], *g.shape[2:]),
-        "dtypes": tuple(str(t.dtype).removeprefix("torch.") for t in (q, k, v)),
-        "scale": job.scale,
-        "initial_state": None if initial is None else tuple(initial.shape),
-        "output_final_state": job.output_final_state,
-        "cu_seqlens": job.bounds,
-        "layout": job.layout,
-        "method": job.method,
-        "chunk_size": job.chunk_size,
-        "gradients": tuple(grads[:5]),
-    }

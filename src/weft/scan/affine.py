@@ -3,14 +3,71 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from weft.comm.cost import is_counting
-
 Kind = Literal["none", "scalar", "vector", "dense"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of a map before it is computed: enough to say what will be received."""
+
+    kind: Kind
+    shape: torch.Size  # of the state, [..., K, V]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Form:
+        """The form of the map with this B and this decay, computed at least in fp32."""
+        wide = torch.promote_types(state.dtype, torch.float32)
+        if transition is not None:
+            kind: Kind = "dense"
+        elif log_decay is None:
+            kind = "none"
+        else:
+            kind = "scalar" if log_decay.ndim == state.ndim - 2 else "vector"
+        return Form(kind, state.shape, wide, state.device)
+
+    @property
+    def state_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.state_elements * self.dtype.itemsize
+
+    @property
+    def map_elements(self) -> int:
+        """Of the state and the decay."""
+        return self.state_elements + (0 if self.kind == "none" else math.prod(_decay_shape(self.kind, self.shape)))
+
+    def new_empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def empty(self) -> Affine:
+        """A map to receive into."""
+        return self.from_flat(self.new_empty(self.map_elements))
+
+    def from_flat(self, flat: Tensor) -> Affine:
+        """The map that ``flat`` holds."""
+        return Affine.from_flat(self.kind, flat, self.shape)
+
+    def block_count(self, blocks: int) -> int:
+        """In how many independent blocks a state can be cut, at most ``blocks``: by rows; dense maps by columns."""
+        return max(1, min(blocks, self.shape[-1 if self.kind == "dense" else -2]))
+
+    def cut(self, state: Tensor, blocks: int) -> list[Tensor]:
+        """Room for the blocks of a state, each contiguous: views of ``state``, or tensors of their own if dense."""
+        if blocks == 1:
+            return [state]
+        if self.kind == "dense":
+            return [torch.empty_like(part) for part in state.tensor_split(blocks, dim=-1)]
+        return list(state.view(-1, self.shape[-1]).tensor_split(blocks))
 
 
 class Affine:
@@ -90,8 +147,6 @@ class Affine:
         return self._apply_into(state, torch.empty(self.state.shape, dtype=self.state.dtype, device=self.state.device))
 
     def _apply_into(self, state: Tensor, out: Tensor) -> Tensor:
-        if _is_idle(out):
-            return out
         if self.decay is None:
             return torch.add(self.state, state, out=out)
         if self.kind == "dense":
@@ -102,7 +157,7 @@ class Affine:
         """First this map, then ``later``: (A2 A1, A2 B1 + B2). Associative; for dense maps not commutative."""
         both = later.empty_like()
         later._apply_into(self.state, both.state)
-        if self.decay is not None and later.decay is not None and both.decay is not None and not _is_idle(both.state):
+        if self.decay is not None and later.decay is not None and both.decay is not None:
             if self.kind == "dense":
                 torch.matmul(later.decay, self.decay, out=both.decay)
             else:
@@ -128,11 +183,6 @@ class Affine:
         for piece, factor in zip(pieces, logs.exp().unsqueeze(-1).tensor_split(blocks), strict=True):
             piece._factor = factor
         return pieces
-
-
-def _is_idle(out: Tensor) -> bool:
-    """A meta tensor while nobody counts operators: torch would take 200 us to compute nothing."""
-    return out.is_meta and not is_counting()
 
 
 def _decay_shape(kind: Kind, shape: torch.Size) -> tuple[int, ...]:

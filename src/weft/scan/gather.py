@@ -5,35 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.scan.affine import Affine
+from weft.comm.path import Expect, Path, Round, Schedule
+from weft.scan.affine import Affine, Form
 
 
-def gather(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
+def gather(path: Path, form: Form) -> Schedule[Tensor | None]:
     """One round; a rank receives the maps of the ranks before it and nothing it will not use.
 
     Extra memory: up to P-1 maps on the last rank.
     """
-    mine = local.flat
-    maps = mine.new_empty(axis.rank, mine.numel())
-    later = [(peer, mine) for peer in range(axis.rank + 1, axis.size)]
-    axis.exchange(later, [(peer, maps[peer]) for peer in range(axis.rank)]).wait()
-    return fold(maps, local) if axis.rank else None
+    maps = form.new_empty(path.rank, form.map_elements)
+    local: Affine = yield Expect([(0, peer, maps[peer]) for peer in range(path.rank)])
+    yield Round(0, [(peer, local.flat) for peer in range(path.rank + 1, path.size)])
+    return fold(maps, form) if path.rank else None
 
 
-def fold(maps: Tensor, like: Affine) -> Tensor:
-    """What ``maps`` ``[R, n]`` (flat, of the form of ``like``), applied in order, make of the zero state."""
-    count = like.state.numel()
+def fold(maps: Tensor, form: Form) -> Tensor:
+    """What ``maps`` ``[R, n]`` (flat, of this form), applied in order, make of the zero state."""
+    count = form.state_elements
     states = maps[:, :count]
-    if like.decay is None:
-        return states.sum(0).view(like.state.shape)
-    if like.kind == "dense":
-        state = like.state.new_zeros(like.state.shape)
+    if form.kind == "none":
+        return states.sum(0).view(form.shape)
+    if form.kind == "dense":
+        state = form.new_empty(*form.shape).zero_()
         for row in maps:
-            state = Affine.from_flat(like.kind, row, like.state.shape).apply(state)
+            state = form.from_flat(row).apply(state)
         return state
     logs = maps[:, count:]
     # Map i is decayed by the maps after it: a sum of their logs, never a quotient of prefix products.
     after = torch.zeros_like(logs)
     after[:-1] = logs[1:].flip(0).cumsum(0).flip(0)
-    return torch.einsum("rd,rde->de", after.exp(), states.view(*logs.shape, -1)).view(like.state.shape)
+    return torch.einsum("rd,rde->de", after.exp(), states.view(*logs.shape, -1)).view(form.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.eager import eager
-from weft.scan.affine import Affine
-from weft.scan.methods import METHODS
+from weft.comm.path import Together
+from weft.scan.affine import Affine, Form
+from weft.scan.methods import METHODS, schedule
 
 
 @eager
@@ -47,8 +49,22 @@ def exclusive_scan(
     """
     axis = Axis.of(group)
     if fault := _find_fault(axis.rank, state, log_decay, transition, method, blocks):
-        axis.refuse("exclusive_scan", fault)
+        axis.begin("exclusive_scan", fault=fault)
     return ExclusiveScan.apply(state, log_decay, transition, axis, method, blocks, reverse)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the ranks must have in common."""
+
+    method: str
+    state: torch.Size
+    dtype: torch.dtype
+    decay: torch.Size | None
+    transition: bool
+    reverse: bool
+    blocks: int | None
+    gradient: bool
 
 
 class ExclusiveScan(torch.autograd.Function):
@@ -66,23 +82,25 @@ class ExclusiveScan(torch.autograd.Function):
         reverse: bool,
     ) -> Tensor:
         decay = log_decay if transition is None else transition
-        call = axis.begin(
-            "exclusive_scan",
-            method=method,
-            state=state.shape,
-            dtype=state.dtype,
-            decay="none" if decay is None else decay.shape,
-            transition=transition is not None,
-            reverse=reverse,
-            blocks=blocks,
-            gradient=any(ctx.needs_input_grad),
+        options = Options(
+            method,
+            state.shape,
+            state.dtype,
+            None if decay is None else decay.shape,
+            transition is not None,
+            reverse,
+            blocks,
+            any(ctx.needs_input_grad),
         )
-        wide = torch.promote_types(state.dtype, torch.float32)
+        call = axis.begin("exclusive_scan", options)
         if reverse:
-            call = call.reversed()
             transition = None if transition is None else transition.mT
-        local = Affine.of(state.to(wide), log_decay, transition)
-        entering = METHODS[method](call, local, blocks) if axis.size > 1 else None
+        entering = None
+        if axis.size > 1:
+            form = Form.of(state, log_decay, transition)
+            path = call.path().reversed() if reverse else call.path()
+            scan = Together(call, [(path, schedule(method, path, form, blocks))])
+            (entering,) = scan.run(call, [Affine.of(state.to(form.dtype), log_decay, transition)])
         result = state.new_zeros(state.shape) if entering is None else entering.to(state.dtype)
         ctx.save_for_backward(log_decay, transition if not reverse or transition is None else transition.mT, result)
         ctx.how = axis, method, blocks, reverse

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.scan.affine import Affine
+from weft.comm.path import Path, Schedule
+from weft.scan.affine import Form
 from weft.scan.pipeline import pipeline
 
 
-def ring(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
+def ring(path: Path, form: Form) -> Schedule[Tensor | None]:
     """P-1 rounds of one state: a pipeline of a single block."""
-    return pipeline(axis, local, blocks=1)
+    return pipeline(path, form, blocks=1)

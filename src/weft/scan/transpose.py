@@ -4,40 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.scan.affine import Affine
+from weft.comm.path import Expect, Path, Round, Schedule
+from weft.scan.affine import Affine, Form
 
 
-def transpose(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
+def transpose(path: Path, form: Form) -> Schedule[Tensor | None]:
     """Two rounds, at most about two maps sent per rank whatever P is.
 
     Maps that do not mix rows are sliced by elements, each slice with the logs it needs; dense maps are sliced
     by leading index. The last rank's map is needed by nobody, the first rank's prefix is zero: neither travels.
     """
-    rank, size = axis.rank, axis.size
-    slices = [_Slice.of(local, size, owner) for owner in range(size)]
-    mine = slices[rank]
-    maps = local.state.new_empty(size - 1, mine.length)
+    rank, size = path.rank, path.size
+    slices = [_Slice.of(form, size, owner) for owner in range(size)]
+    mine, others = slices[rank], [peer for peer in range(size) if peer != rank]
+    maps = form.new_empty(size - 1, mine.length)
+    entering = form.new_empty(form.state_elements)
+    local: Affine = yield Expect(
+        [(0, peer, maps[peer]) for peer in others if peer < size - 1]
+        + [(1, peer, entering[slices[peer].start : slices[peer].stop]) for peer in others if rank > 0]
+    )
     if rank < size - 1:
         maps[rank] = mine.take(local)
-    axis.exchange(
-        sends=[(peer, slices[peer].take(local)) for peer in range(size) if peer != rank and rank < size - 1],
-        receives=[(peer, maps[peer]) for peer in range(size - 1) if peer != rank],
-    ).wait()
+    yield Round(0, [(peer, slices[peer].take(local)) for peer in others if rank < size - 1])
 
-    prefixes = mine.scan(maps, local)  # row i: the slice of what enters rank i+1
-    entering = torch.empty_like(local.state_flat)
+    prefixes = mine.scan(maps, form)  # row i: the slice of what enters rank i+1
     if rank > 0:
         entering[mine.start : mine.stop] = prefixes[rank - 1]
-    axis.exchange(
-        sends=[(peer, prefixes[peer - 1]) for peer in range(1, size) if peer != rank],
-        receives=[(peer, entering[slices[peer].start : slices[peer].stop])
-                  for peer in range(size) if peer != rank and rank > 0],
-    ).wait()  # fmt: skip
-    return entering.view(local.state.shape) if rank > 0 else None
+    yield Round(1, [(peer, prefixes[peer - 1]) for peer in others if peer > 0])
+    return entering.view(form.shape) if rank > 0 else None
 
 
 @dataclass(frozen=True)
@@ -54,16 +50,16 @@ class _Slice:
     share: int
 
     @staticmethod
-    def of(local: Affine, size: int, owner: int) -> _Slice:
-        keys, values = local.state.shape[-2:]
-        share = {"none": 1, "scalar": keys * values, "vector": values, "dense": keys * values}[local.kind]
-        unit = share if local.kind == "dense" else 1
-        units = local.state.numel() // unit if unit else 0
+    def of(form: Form, size: int, owner: int) -> _Slice:
+        keys, values = form.shape[-2:]
+        share = {"none": 1, "scalar": keys * values, "vector": values, "dense": keys * values}[form.kind]
+        unit = share if form.kind == "dense" else 1
+        units = form.state_elements // unit if unit else 0
         # The last owners get the larger slices: the first rank already sends one prefix more than the others.
         start, stop = units * owner // size * unit, units * (owner + 1) // size * unit
-        if local.kind == "none" or start == stop:
+        if form.kind == "none" or start == stop:
             return _Slice(start, stop, 0, 0, share)
-        width = keys * keys if local.kind == "dense" else 1
+        width = keys * keys if form.kind == "dense" else 1
         return _Slice(start, stop, start // share * width, -(-stop // share) * width, share)
 
     @property
@@ -75,9 +71,12 @@ class _Slice:
         state = local.state_flat[self.start : self.stop]
         if local.decay is None:
             return state
-        return torch.cat([state, local.decay.reshape(-1)[self.first : self.end]])
+        packed = state.new_empty(self.length)
+        packed[: len(state)] = state
+        packed[len(state) :] = local.decay.reshape(-1)[self.first : self.end]
+        return packed
 
-    def scan(self, maps: Tensor, like: Affine) -> Tensor:
+    def scan(self, maps: Tensor, like: Form) -> Tensor:
         """Prefixes ``[R, n]`` of the slices ``maps`` ``[R, length]`` of R ranks: row i is what leaves rank i."""
         count = self.stop - self.start
         prefixes = maps.new_empty(len(maps), count)
@@ -85,7 +84,7 @@ class _Slice:
             return prefixes
         states, decays = maps[:, :count], maps[:, count:]
         if like.kind == "dense":
-            keys, values = like.state.shape[-2:]
+            keys, values = like.shape[-2:]
             states, decays = states.unflatten(1, (-1, keys, values)), decays.unflatten(1, (-1, keys, keys))
         elif like.kind != "none":
             offset = self.start % self.share

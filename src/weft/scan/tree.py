@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.scan.affine import Affine
+from weft.comm.path import Expect, Path, Round, Schedule
+from weft.scan.affine import Affine, Form
 
 
-def tree(axis: Axis, local: Affine, blocks: int | None) -> Tensor | None:
+def tree(path: Path, form: Form) -> Schedule[Tensor | None]:
     """At most 2 ceil(log2 P) + 1 rounds, for any P.
 
     Up: at step s the ranks with r % 2s == 2s-1 take in the map of r-s. Down, from the largest step: the same
     ranks, who now hold the prefix 0..r, send its state to r+s, who lacks just that. Decays travel up only.
     """
-    rank, size = axis.rank, axis.size
-    window, step = local, 1
-    while step < size:
-        if rank % (2 * step) == 2 * step - 1:
-            earlier = window.empty_like()
-            axis.receive(earlier.flat, rank - step).wait()
-            window = earlier.then(window)
+    rank, size = path.rank, path.size
+    levels = (size - 1).bit_length()
+    up = [(number, 1 << number) for number in range(levels)]
+    down = [(2 * levels - 1 - number, step) for number, step in reversed(up)]
+    shift = 2 * levels
+    earlier = {number: form.empty() for number, step in up if rank % (2 * step) == 2 * step - 1}
+    above = {
+        number: form.new_empty(*form.shape) for number, step in down if rank % (2 * step) == step - 1 and rank >= step
+    }
+    entering = form.new_empty(*form.shape) if rank else None
+
+    local: Affine = yield Expect(
+        [(number, rank - step, earlier[number].flat) for number, step in up if number in earlier]
+        + [(number, rank - step, above[number]) for number, step in down if number in above]
+        + ([] if entering is None else [(shift, rank - 1, entering)])
+    )
+    window = local
+    for number, step in up:
+        if number in earlier:
+            yield Round(number)
+            window = earlier[number].then(window)
         elif rank % (2 * step) == step - 1 and rank + step < size:
-            axis.send(window.flat, rank + step).wait()
-        step *= 2
+            yield Round(number, [(rank + step, window.flat)])
     prefix = window.state  # complete on ranks 0, 1, 3, 7, ...
-    while step > 1:
-        step //= 2
-        if rank % (2 * step) == 2 * step - 1 and rank + step < size:
-            axis.send(prefix.view(-1), rank + step).wait()
-        elif rank % (2 * step) == step - 1 and rank >= step:
-            earlier_state = torch.empty_like(local.state)
-            axis.receive(earlier_state, rank - step).wait()
-            prefix = window.apply(earlier_state)
-    entering = torch.empty_like(local.state)
-    axis.exchange(
-        sends=[(rank + 1, prefix.view(-1))] if rank + 1 < size else [],
-        receives=[(rank - 1, entering)] if rank > 0 else [],
-    ).wait()
-    return entering if rank > 0 else None
+    for number, step in down:
+        if number in above:
+            yield Round(number)
+            prefix = window.apply(above[number])
+        elif rank % (2 * step) == 2 * step - 1 and rank + step < size:
+            yield Round(number, [(rank + step, prefix.view(-1))])
+    yield Round(shift, [(rank + 1, prefix.view(-1))] if rank + 1 < size else [])
+    return entering

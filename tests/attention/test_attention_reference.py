@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.comm.layout import lay_out
+from weft.sequence.layout import lay_out
 
 DIM = 4
 

@@ -9,16 +9,15 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from weft.comm.axis import Axis
+from weft.comm.dist import gloo_world, open_store
 from weft.errors import RankError, name_failing_rank
 
 T = TypeVar("T")
@@ -37,7 +36,7 @@ class ProcessWorld:
         if ranks < 1:
             raise ValueError(f"launch: ranks must be at least 1, got {ranks}")
         self.size = ranks
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = open_store()
         context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
         if os.name == "posix":
             context.set_forkserver_preload(["weft"])
@@ -127,27 +126,13 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         return world.run(fn, *args)
 
 
-@contextmanager
-def joined_world() -> Iterator[Axis | None]:
-    """The world torchrun has made for this process (``RANK`` and ``WORLD_SIZE`` are set), or None without one."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield None
-        return
-    if dist.is_initialized():
-        yield Axis.of(None)
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield Axis.of(None)
-    finally:
-        dist.destroy_process_group()
-
-
 def collect(axis: Axis, value: T) -> list[T]:
     """Everybody's value on every rank, for reports; values are pickled."""
-    values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value)
-    return values
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    call = axis.begin("collect", tell=(len(data),))
+    told = call.told.wait()
+    parts = call.all_gather(data, [size for (size,) in told]).wait()
+    return [pickle.loads(bytes(part.tolist())) for part in parts]
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta) -> None:
@@ -156,20 +141,16 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta
     threading.Thread(target=_follow_parent, name="weft parent", daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
+    with gloo_world(open_store(port, timeout), rank, size, timeout) as axis:
         while True:
             try:
                 fn, args = pickle.loads(pipe.recv_bytes())
-                answer: tuple[bool, Any] = (True, fn(Axis.of(None), *args))
+                answer: tuple[bool, Any] = (True, fn(axis, *args))
             except (EOFError, OSError):
                 return
             except BaseException as error:
                 answer = (False, (error, traceback.format_exc()))
             pipe.send_bytes(_pickled(answer))
-    finally:
-        dist.destroy_process_group()
 
 
 def _follow_parent() -> None:

@@ -39,7 +39,7 @@ class Scheduler:
         self.failure: BaseException | None = None
         self._size = size
         self._explain_deadlock = explain_deadlock
-        self._ready: list[tuple[float, int, Task]] = []
+        self._ready: list[tuple[float, int, Task | Callable[[], None]]] = []
         self._serial = 0
         self._blocked: dict[int, Task] = {}
         self._finished = threading.Lock()
@@ -54,7 +54,7 @@ class Scheduler:
     def spawn(self, rank: int, clock: float, body: Callable[[], None]) -> Task:
         """A new task that is ready to run; it starts when its turn comes."""
         task = Task(rank, clock, body)
-        self._push(task)
+        self._push(clock, task)
         return task
 
     def run(self) -> None:
@@ -70,11 +70,15 @@ class Scheduler:
         if self.failure is not None:
             raise self.failure
 
+    def at(self, clock: float, action: Callable[[], None]) -> None:
+        """Run ``action`` when no task is behind ``clock``: what happens in the network between the ranks' turns."""
+        self._push(clock, action)
+
     def give_way(self) -> None:
-        """Let every task that is behind in time go first."""
+        """Let everything that is behind in time go first."""
         task = self.current
         if self._ready and self._ready[0][0] < task.clock:
-            self._push(task)
+            self._push(task.clock, task)
             self._pass_baton(task)
 
     def block(self, waits_for: Callable[[], str]) -> None:
@@ -88,7 +92,7 @@ class Scheduler:
         """Make a blocked task ready again; it runs when its turn comes."""
         del self._blocked[id(task)]
         task.waits_for = None
-        self._push(task)
+        self._push(task.clock, task)
 
     def join(self, task: Task) -> None:
         """Wait for the end of a lane; the waiter's clock is then at least the lane's."""
@@ -97,9 +101,9 @@ class Scheduler:
             self.block(lambda: "for its lane to end")
         self.current.clock = max(self.current.clock, task.clock)
 
-    def _push(self, task: Task) -> None:
+    def _push(self, clock: float, what: Task | Callable[[], None]) -> None:
         self._serial += 1
-        heapq.heappush(self._ready, (task.clock, self._serial, task))
+        heapq.heappush(self._ready, (clock, self._serial, what))
 
     def _pass_baton(self, task: Task) -> None:
         self._hand_on()
@@ -108,21 +112,31 @@ class Scheduler:
             raise Abandoned
 
     def _hand_on(self) -> None:
-        if not self._ready and self._blocked:
-            if self.failure is None:
-                self.failure = self._explain_deadlock(list(self._blocked.values()))
-            self.wake(next(iter(self._blocked.values())))  # to unwind it
-        if not self._ready:
+        task = self._next_task()
+        if task is None:
             self._finished.release()
-            return
-        task = heapq.heappop(self._ready)[2]
-        if task.started:
+        elif task.started:
             task.baton.release()
         else:
             task.started = True
             thread = threading.Thread(target=self._live, args=(task,), name=f"rank {task.rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def _next_task(self) -> Task | None:
+        """The task whose turn it is, after what happens in the network before that."""
+        while True:
+            if not self._ready and self._blocked:
+                if self.failure is None:
+                    self.failure = self._explain_deadlock(list(self._blocked.values()))
+                self.wake(next(iter(self._blocked.values())))  # to unwind it
+            if not self._ready:
+                return None
+            what = heapq.heappop(self._ready)[2]
+            if isinstance(what, Task):
+                return what
+            if self.failure is None:
+                what()
 
     def _live(self, task: Task) -> None:
         self._local.task = task

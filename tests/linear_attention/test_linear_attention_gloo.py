@@ -10,7 +10,7 @@ from recurrence import reference
 from torch import Tensor
 
 import weft
-from weft.comm.launch import ProcessWorld
+from weft.world.launch import ProcessWorld
 from weft.scan import METHODS
 
 T, HEADS, DIM = 45, 2, 8

@@ -12,7 +12,7 @@ from test_attention_reference import distance
 import weft
 from weft.attention import attention, head_strides
 from weft.attention.block import attend_block, attend_block_backward, attend_plainly, attend_plainly_backward
-from weft.attention.geometry import UNLIMITED, Block, survey
+from weft.attention.plan import UNLIMITED, Block, plan_attention
 from weft.attention.merge import merge_into
 from weft.attention.methods import choose_method
 from weft.attention.strides import choose_strides
@@ -67,7 +67,7 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({"strides": (4, 4)}, "cannot be split into strides (4, 4) (rank 1); strides must sum to 6; raised on every"),
+        ({"strides": (4, 4)}, "cannot be split into strides (4, 4) (rank 1); strides must sum to 6"),
         ({"causal": True}, "rank 1 called attention(causal=True)"),
         ({"window": (3, 3)}, "rank 1 called attention(window=(3, 3))"),
         ({"method": "ring"}, "rank 1 called attention(method=ring)"),
@@ -139,9 +139,8 @@ def test_chosen_strides_are_small_at_both_ends(size: int) -> None:
     ],
 )
 def test_the_choice_of_a_method(size, heads, kv_heads, layout, causal, window, method) -> None:
-    geometry = survey((64,) * size, layout, None, causal, window)
-    q, k = (torch.empty(1, 64, h, 8, dtype=torch.bfloat16) for h in (heads, kv_heads))
-    assert choose_method(geometry, q, k, None) == method
+    plan = plan_attention((64,) * size, layout, None, causal, window)
+    assert choose_method(plan, heads, kv_heads, torch.bfloat16, None) == method
 
 
 BLOCKS = {

@@ -10,7 +10,28 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.flop_counter import flop_registry
 
-from weft.comm.machine import Machine
+from weft.world.machine import Machine
+
+_aten = torch.ops.aten
+
+
+def _attention_flops(products: int, queries: int, keys: int, is_causal: int) -> Any:
+    """FLOPs of a flash operator with so many products of [B, h, n, D] and [B, w, m, D]; a causal square costs half."""
+
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        batch, heads, rows, dim = args[queries].shape
+        causal = len(args) > is_causal and bool(args[is_causal])
+        columns = args[keys].shape[2]
+        return products * 2 * batch * heads * rows * ((columns + 1) // 2 if causal else columns) * dim
+
+    return count
+
+
+# FLOPs of operators that torch's own registry lacks: the attention that CPUs and meta tensors take.
+_FORMULAS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops(2, 0, 1, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_flops(5, 1, 2, 7),
+}
 
 # An operator on meta tensors: the seconds it costs, and its outputs as (shape, stride, dtype); None where it
 # writes into an argument and its outputs are that argument.
@@ -52,7 +73,7 @@ class CostMode(TorchDispatchMode):
     def _cost(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         if not self._machine.counts_operators:
             return 0.0
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(func._overloadpacket) or _FORMULAS.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count else 0
         touched = sum(t.numel() * t.element_size() for t in _tensors((args, tuple(kwargs.values()), out)))
         return self._machine.operator_seconds(flops, touched)
@@ -75,11 +96,6 @@ def counting(machine: Machine, spend: Callable[[str, float], None], known: dict[
         yield
     finally:
         _pop_mode()
-
-
-def is_counting() -> bool:
-    """Whether anybody looks at the operators of this thread."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 _memory: dict[Any, bool] = {}

@@ -6,12 +6,12 @@ Tokens of an owner that others need are *ranges* of its local memory: (start, le
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from weft.comm.layout import Run, lay_out
+from weft.sequence.layout import TokenRun, lay_out
+from weft.sequence.sequence import document_at
 
 UNLIMITED = 1 << 60  # a window's side that nothing limits
 LARGEST_TILE, SMALLEST_TILE = 512, 64  # queries at a time under a window: their band is what gets computed
@@ -21,7 +21,7 @@ Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class KeySpan:
     """Keys ``at : at + length`` of some memory are the tokens at ``offset`` of the whole sequence."""
 
     at: int
@@ -30,7 +30,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Unit:
+class QueryTile:
     """Queries of one document that are computed together: ``start : start + length`` locally, ``offset`` globally."""
 
     start: int
@@ -41,7 +41,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Block:
-    """Keys ``at : at + length`` against a unit. ``kind``: full, causal (a square on the diagonal) or band.
+    """Keys ``at : at + length`` against a tile of queries. ``kind``: full, causal (a square on the diagonal) or band.
 
     In a band, query i sees key j where -left <= shift + j - i <= right.
     """
@@ -55,81 +55,81 @@ class Block:
 
 
 @dataclass
-class Geometry:
+class AttentionPlan:
     """Where the tokens of a sequence lie and which of them see each other; the same on every rank."""
 
     lengths: tuple[int, ...]
-    runs: list[Run]
-    units: list[list[Unit]]  # by rank
+    runs: list[TokenRun]
+    tiles: list[list[QueryTile]]  # by rank
     left: int
     right: int
-    _blocks: dict[tuple[int, tuple[Held, ...]], list[tuple[Unit, list[Block]]]] = field(default_factory=dict)
-    _lent: dict[tuple[int, int], Ranges] = field(default_factory=dict)
-    _wanted: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _blocks: dict[tuple[int, tuple[KeySpan, ...]], list[tuple[QueryTile, list[Block]]]] = field(default_factory=dict)
+    _visible: dict[tuple[int, int], Ranges] = field(default_factory=dict)
+    _sights: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return len(self.lengths)
 
-    def lent(self, owner: int, borrower: int) -> Ranges:
-        """The owner's tokens that the borrower's queries see: what travels, and whose gradients come back."""
-        key = owner, borrower
-        if key not in self._lent:
-            if borrower not in self._wanted:
-                self._wanted[borrower] = _join(self._sight(unit) for unit in self.units[borrower])
+    def visible_to(self, owner: int, reader: int) -> Ranges:
+        """The owner's tokens that the reader's queries see: what travels, and whose gradients come back."""
+        key = owner, reader
+        if key not in self._visible:
+            if reader not in self._sights:
+                self._sights[reader] = _join(self._sight(tile) for tile in self.tiles[reader])
             found = []
-            for run in self._runs_of(owner) if owner != borrower else []:
-                for low, high in self._wanted[borrower]:
+            for run in self._runs_of(owner) if owner != reader else []:
+                for low, high in self._sights[reader]:
                     low, high = max(low, run.offset), min(high, run.offset + run.length)
                     if low < high:
                         found.append((run.start + low - run.offset, run.start + high - run.offset))
-            self._lent[key] = tuple((low, high - low) for low, high in _join(found))
-        return self._lent[key]
+            self._visible[key] = tuple((low, high - low) for low, high in _join(found))
+        return self._visible[key]
 
-    def place(self, owner: int, ranges: Ranges, at: int = 0) -> list[Held]:
+    def place(self, owner: int, ranges: Ranges, at: int = 0) -> list[KeySpan]:
         """The owner's ranges, one after the other from ``at`` on, with their places in the whole sequence."""
-        held = []
+        spans = []
         for start, length in ranges:
             for run in self._runs_of(owner):
                 low, high = max(start, run.start), min(start + length, run.start + run.length)
                 if low < high:
-                    held.append(Held(at + low - start, high - low, run.offset + low - run.start))
+                    spans.append(KeySpan(at + low - start, high - low, run.offset + low - run.start))
             at += length
-        return held
+        return spans
 
-    def blocks(self, rank: int, held: tuple[Held, ...]) -> list[tuple[Unit, list[Block]]]:
+    def blocks(self, rank: int, spans: tuple[KeySpan, ...]) -> list[tuple[QueryTile, list[Block]]]:
         """What the rank's queries have to compute against these keys."""
-        key = rank, held
+        key = rank, spans
         if key not in self._blocks:
-            found = [(unit, self._cut(unit, held)) for unit in self.units[rank]] if held else []
-            self._blocks[key] = [(unit, blocks) for unit, blocks in found if blocks]
+            found = [(tile, self._cut(tile, spans)) for tile in self.tiles[rank]] if spans else []
+            self._blocks[key] = [(tile, blocks) for tile, blocks in found if blocks]
         return self._blocks[key]
 
     def pairs(self, rank: int) -> int:
         """Scores the rank's queries have to compute, against all keys: the measure of balance."""
-        whole = (Held(0, sum(self.lengths), 0),)
+        whole = (KeySpan(0, sum(self.lengths), 0),)
         return sum(
-            unit.length * block.length // (2 if block.kind == "causal" else 1)
-            for unit, blocks in self.blocks(rank, whole)
+            tile.length * block.length // (2 if block.kind == "causal" else 1)
+            for tile, blocks in self.blocks(rank, whole)
             for block in blocks
         )
 
-    def _runs_of(self, rank: int) -> list[Run]:
+    def _runs_of(self, rank: int) -> list[TokenRun]:
         """At most two: a zigzag rank's second run is as far from the end as its first from the beginning."""
         places = sorted({rank, len(self.runs) - 1 - rank})
         return [self.runs[place] for place in places if self.runs[place].rank == rank]
 
-    def _sight(self, unit: Unit) -> tuple[int, int]:
-        low, high = unit.document
-        return max(low, unit.offset - self.left), min(high, unit.offset + unit.length + self.right)
+    def _sight(self, tile: QueryTile) -> tuple[int, int]:
+        low, high = tile.document
+        return max(low, tile.offset - self.left), min(high, tile.offset + tile.length + self.right)
 
-    def _cut(self, unit: Unit, held: Sequence[Held]) -> list[Block]:
-        begin, end = unit.offset, unit.offset + unit.length
-        low, high = self._sight(unit)
+    def _cut(self, tile: QueryTile, spans: Sequence[KeySpan]) -> list[Block]:
+        begin, end = tile.offset, tile.offset + tile.length
+        low, high = self._sight(tile)
         seen_by_all = max(low, end - 1 - self.left), min(high, begin + self.right + 1)
         if self.right == 0 and seen_by_all[0] == low:
             regions = [(low, begin, "full"), (begin, end, "causal")]
-        elif unit.length > 1 and seen_by_all != (low, high) and seen_by_all[1] - seen_by_all[0] < 2 * unit.length:
+        elif tile.length > 1 and seen_by_all != (low, high) and seen_by_all[1] - seen_by_all[0] < 2 * tile.length:
             regions = [(low, high, "band")]  # the part without a mask is too short to pay for a kernel of its own
         else:
             regions = [
@@ -137,7 +137,7 @@ class Geometry:
             ]  # fmt: skip
         blocks: list[Block] = []
         for first, last, kind in regions:
-            for piece in held:
+            for piece in spans:
                 start, stop = max(first, piece.offset), min(last, piece.offset + piece.length)
                 if start < stop:
                     at, shift = piece.at + start - piece.offset, start - begin
@@ -192,31 +192,30 @@ def count(ranges: Ranges) -> int:
 
 
 @lru_cache(maxsize=16)
-def survey(
+def plan_attention(
     lengths: tuple[int, ...], layout: str, bounds: tuple[int, ...] | None, causal: bool, window: tuple[int, int]
-) -> Geometry:
-    """The geometry of ranks that hold ``lengths`` tokens, with documents between ``bounds`` (None: one)."""
+) -> AttentionPlan:
+    """The plan of ranks that hold ``lengths`` tokens, with documents between ``bounds`` (None: one)."""
     left, right = (UNLIMITED if side < 0 else side for side in window)
     right = 0 if causal else right
     bounds = bounds or (0, sum(lengths))
     runs = lay_out(lengths, layout)
-    units: list[list[Unit]] = [[] for _ in lengths]
+    tiles: list[list[QueryTile]] = [[] for _ in lengths]
     for run in runs:
         position, end = run.offset, run.offset + run.length
         while position < end:
-            number = bisect_right(bounds, position) - 1
-            document = bounds[number], bounds[number + 1]
+            document = document_at(bounds, position)
             stop = min(end, document[1])
             tile = _tile(document[1] - document[0], left, right)
             for offset in range(position, stop, tile):
                 start = run.start + offset - run.offset
-                units[run.rank].append(Unit(start, min(tile, stop - offset), offset, document))
+                tiles[run.rank].append(QueryTile(start, min(tile, stop - offset), offset, document))
             position = stop
-    return Geometry(lengths, runs, units, left, right)
+    return AttentionPlan(lengths, runs, tiles, left, right)
 
 
 def _tile(document: int, left: int, right: int) -> int:
-    """Queries a unit: all of them where a window does not bite, few where most scores would be masked."""
+    """Queries of a tile: all of them where a window does not bite, few where most scores would be masked."""
     if left >= document - 1 and (right == 0 or right >= document - 1):
         return document
     return min(max(min(left, document) + min(right, document), SMALLEST_TILE), LARGEST_TILE)

@@ -14,7 +14,7 @@ from recurrence import reference
 from torch import Tensor
 
 import weft
-from weft.comm.layout import LAYOUTS, lay_out
+from weft.sequence.layout import LAYOUTS, lay_out
 from weft.scan import METHODS
 
 DECAYS = ("none", "constant", "scalar", "vector")
@@ -189,10 +189,9 @@ def test_packed_costs_no_more_than_dense_and_nothing_between_documents() -> None
     def sent(bounds: tuple[int, ...] | None, method: str) -> list[int]:
         def program(axis: weft.Axis) -> int:
             q = torch.randn(1, 8, 2, 4, requires_grad=True)
-            cuts = None if bounds is None else torch.tensor(bounds)
-            for _ in range(2):  # the second call is the steady state
-                with weft.record() as ledger:
-                    weft.linear_attention(q, q, q, cu_seqlens=cuts, method=method, group=axis)[0].sum().backward()
+            sequence = weft.sequence(8, cu_seqlens=bounds, group=axis)  # the one exchange of lengths of a batch
+            with weft.record() as ledger:
+                weft.linear_attention(q, q, q, method=method, sequence=sequence)[0].sum().backward()
             return ledger.bytes_sent
 
         return weft.VirtualWorld(size).run(program).results

@@ -12,10 +12,10 @@ import torch
 import weft
 from weft.attention import attention
 from weft.attention.distributed import Attention
-from weft.attention.geometry import survey
-from weft.attention.job import Job
-from weft.attention.stage import Trip
-from weft.comm.layout import LAYOUTS, lay_out
+from weft.attention.plan import plan_attention
+from weft.attention.options import Options
+from weft.attention.kv_exchange import KVExchange
+from weft.sequence.layout import LAYOUTS, lay_out
 
 HEADS, DIM, TOKENS = 4, 8, 16
 TOKEN = 2 * HEADS * DIM * 4  # bytes of k and v of one token
@@ -28,7 +28,7 @@ def received(size: int, *, gradient: bool = False, tokens: int = TOKENS, **optio
         q, k, v = (torch.randn(1, tokens, HEADS, DIM, requires_grad=gradient) for _ in range(3))
         with weft.record() as ledger:
             out = attention(q, k, v, group=axis, **options)
-        before = ledger.bytes_received - 8 * (size - 1)
+        before = ledger.bytes_received - 24 * (size - 1)
         if not gradient:
             return before
         with weft.record() as ledger:
@@ -54,7 +54,7 @@ def test_gather_moves_only_what_causal_queries_see(size: int) -> None:
 def test_the_backward_moves_keys_again_and_gradients_back(method: str, layout: str) -> None:
     size = 4
     forward = received(size, causal=True, method="gather", layout=layout)
-    lent = survey((TOKENS,) * size, layout, None, True, (-1, -1)).lent
+    lent = plan_attention((TOKENS,) * size, layout, None, True, (-1, -1)).visible_to
     home = [sum(n for b in range(size) for _, n in lent(rank, b)) * TOKEN for rank in range(size)]
     backward = received(size, causal=True, method=method, layout=layout, gradient=True)
     if method == "gather":
@@ -113,7 +113,7 @@ def test_one_message_a_peer_and_step() -> None:
 
 
 def test_zigzag_balances_causal_work() -> None:
-    contiguous, zigzag = (survey((64,) * 8, layout, None, True, (-1, -1)) for layout in LAYOUTS)
+    contiguous, zigzag = (plan_attention((64,) * 8, layout, None, True, (-1, -1)) for layout in LAYOUTS)
     pairs = [zigzag.pairs(rank) for rank in range(8)]
     assert max(pairs) == min(pairs)
     assert max(contiguous.pairs(rank) for rank in range(8)) > 1.8 * sum(pairs) / 8
@@ -125,20 +125,20 @@ def test_zigzag_balances_causal_work() -> None:
 @pytest.mark.parametrize("bounds", [None, (0, 9, 9, 250, 260)])
 def test_every_visible_pair_is_computed_once(layout: str, causal: bool, window: tuple[int, int], bounds) -> None:
     lengths = (100, 0, 93, 67)
-    geometry = survey(lengths, layout, bounds, causal, window)
+    plan = plan_attention(lengths, layout, bounds, causal, window)
     offsets = {(run.rank, run.start + i): run.offset + i for run in lay_out(lengths, layout) for i in range(run.length)}
     documents = bounds or (0, 260)
     for rank in range(4):
         seen: set[tuple[int, int]] = set()
         for owner in range(4):
-            ranges = ((0, lengths[owner]),) if owner == rank else geometry.lent(owner, rank)
-            held = tuple(geometry.place(owner, ranges))
+            ranges = ((0, lengths[owner]),) if owner == rank else plan.visible_to(owner, rank)
+            spans = tuple(plan.place(owner, ranges))
             tokens = [offsets[owner, start + i] for start, length in ranges for i in range(length)]
-            for unit, blocks in geometry.blocks(rank, held):
+            for tile, blocks in plan.blocks(rank, spans):
                 for block in blocks:
-                    for i in range(unit.length):
+                    for i in range(tile.length):
                         for j in range(block.length):
-                            query, key = unit.offset + i, tokens[block.at + j]
+                            query, key = tile.offset + i, tokens[block.at + j]
                             shown = block.kind == "full" or (block.kind == "causal" and j <= i)
                             if block.kind == "band":
                                 shown = -block.left <= block.shift + j - i <= block.right
@@ -155,16 +155,17 @@ def test_every_visible_pair_is_computed_once(layout: str, causal: bool, window: 
                 assert {pair for pair in seen if pair[0] == query} == wanted
 
 
-def step(size: int, machine: weft.Machine, *, backward: bool, **changes: object) -> weft.comm.Run[None]:
+def step(size: int, machine: weft.Machine, *, backward: bool, **changes: object) -> weft.world.WorldRun[None]:
     """A layer of 8 bf16 heads over 1024 tokens a rank, zigzag and causal, on meta tensors."""
 
     def program(axis: weft.Axis) -> None:
         q, k, v = (torch.empty(1, 1024, 8, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-        job = Job(
-            axis, "gather", "zigzag", causal=True, window=(-1, -1), bounds=None, scale=1.0, strides=None,
-            backward_strides=None, backward=None, grad_dtype=None, return_lse=False,
+        options = Options(
+            q=(1, 8, 64), kv_heads=8, dtype=torch.bfloat16, causal=True, scale=1.0, window=(-1, -1), cu_seqlens=None,
+            layout="zigzag", lengths=None, method="gather", strides=None, backward_strides=None, backward=None,
+            grad_dtype=None, return_lse=False, gradients=(True,) * 3,
         )  # fmt: skip
-        out, _ = Attention.apply(q, k, v, replace(job, **changes))
+        out, _ = Attention.apply(q, k, v, replace(options, **changes), axis, None)
         if backward:
             out.backward(torch.empty_like(out))
 
@@ -203,19 +204,19 @@ def test_buffers_are_pooled() -> None:
         q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
         attention(q, k, v, method="gather", strides=strides, backward_strides=strides, group=axis).sum().backward()
 
-    original = Trip.room
+    original = KVExchange.room
     try:
         for strides in ((2, 2), (2, 1, 1), (1, 1, 2), (1, 2, 1)):
             sizes = rooms.setdefault(strides, [])
 
-            def room(self: Trip, tokens: int, heads: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            def room(self: KVExchange, tokens: int, heads: int, dtype: torch.dtype | None = None) -> torch.Tensor:
                 sizes.append(tokens * heads)  # noqa: B023
                 return original(self, tokens, heads, dtype)
 
-            Trip.room = room
+            KVExchange.room = room
             weft.VirtualWorld(2).run(lambda axis: program(axis, strides))  # noqa: B023
     finally:
-        Trip.room = original
+        KVExchange.room = original
     assert len({tuple(sizes) for sizes in rooms.values()}) == 1
     # forward: two in, two out; backward: the same, two sums of gradients and one inbox; on either rank
     assert len(rooms[2, 2]) == 2 * (4 + 4 + 3) and set(rooms[2, 2]) == {TOKENS * 2}

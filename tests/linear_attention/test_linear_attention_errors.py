@@ -47,7 +47,7 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({"g": torch.full((1, 6, 2), 1.0)}, "must not be positive, got 1 (rank 1); raised on every rank"),
+        ({"g": torch.full((1, 6, 2), 1.0)}, "must not be positive, got 1 (rank 1)"),
         ({"scale": 2.0}, "rank 1 called linear_attention(scale=2.0)"),
         ({"method": "tree"}, "rank 1 called linear_attention(method=tree)"),
         ({"output_final_state": True}, "rank 1 called linear_attention(output_final_state=True)"),
@@ -70,13 +70,3 @@ def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     assert len(caught) == 3 and all(
         "cu_seqlens end at 17, but the ranks hold [6, 6, 6], 18 tokens" in c for c in caught
     )
-
-
-def test_a_packed_split_changes_only_with_the_total() -> None:
-    def program(axis: weft.Axis) -> None:
-        for lengths, total in (((6, 6, 6), 18), ((2, 9, 1), 12), ((6, 6, 6), 18), ((5, 7, 6), 18)):
-            q = torch.randn(1, lengths[axis.rank], 2, 4)
-            weft.linear_attention(q, q, q, cu_seqlens=torch.tensor([0, 4, total]), group=axis)
-
-    with pytest.raises(ValueError, match="holds 5 tokens, but held 6 of a packed sequence of the same total 18"):
-        weft.VirtualWorld(3).run(program)

@@ -11,7 +11,7 @@ from recurrence import reference
 from torch import Tensor
 
 from weft.linear_attention import grid
-from weft.linear_attention.chunk import Backward, Forward
+from weft.linear_attention.chunk import ChunkBackward, ChunkForward
 
 DECAYS = ["none", "constant", "constant_v", "scalar", "scalar_v", "vector", "vector_v"]
 GATES = DECAYS[1:]
@@ -113,11 +113,11 @@ class Case:
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         q, k, v, g, do = (cast(x) for x in (self.q, self.k, self.v, self.g, self.do))
         entering, grad_leaving = cast(self.entering, state_dtype), cast(self.grad_leaving, state_dtype)
-        forward = Forward(q, k, v, g, SCALE, self.lengths, chunk)
+        forward = ChunkForward(q, k, v, g, SCALE, self.lengths, chunk)
         log, state = forward.maps
         forward.intra()
         o, leaving = forward.finish(entering)
-        backward = Backward(q, k, v, g, SCALE, self.lengths, chunk, entering, do)
+        backward = ChunkBackward(q, k, v, g, SCALE, self.lengths, chunk, entering, do)
         backward.intra()
         dq, dk, dv, dg, dentering = backward.finish(grad_leaving)
         found = {"o": o, "leaving": leaving, "dq": dq, "dk": dk, "dv": dv, "dentering": dentering}
@@ -250,8 +250,8 @@ def test_half(kind: str, dtype: torch.dtype, tolerance: float) -> None:
 def test_maps(kind: str) -> None:
     """maps applied to any state is what finish returns."""
     case = Case(kind, 1, [40, 0, 13], 2, 4, 8, 6)
-    forward = Forward(case.q, case.k, case.v, case.g, SCALE, case.lengths, 16)
-    backward = Backward(case.q, case.k, case.v, case.g, SCALE, case.lengths, 16, case.entering, case.do)
+    forward = ChunkForward(case.q, case.k, case.v, case.g, SCALE, case.lengths, 16)
+    backward = ChunkBackward(case.q, case.k, case.v, case.g, SCALE, case.lengths, 16, case.entering, case.do)
     want = case.expected()
     for maps, arrived, name in (
         (forward.maps, case.entering, "leaving"),
@@ -269,7 +269,7 @@ def test_deterministic_and_independent(kind: str) -> None:
     case, other = Case(kind, 1, [150], 2, 2, 16, 16), Case(kind, 1, [80], 2, 2, 16, 16)
     first = case.actual(32, torch.float32)
     q, k, v, g = (None if x is None else x.float() for x in (case.q, case.k, case.v, case.g))
-    forward = Forward(q, k, v, g, SCALE, case.lengths, 32)
+    forward = ChunkForward(q, k, v, g, SCALE, case.lengths, 32)
     other.actual(32, torch.float32)
     forward.intra()
     other.actual(64, torch.float32)
@@ -323,8 +323,8 @@ def test_results_are_not_reused_memory() -> None:
 def test_rejects() -> None:
     q = torch.zeros(2, 8, 2, 4)
     with pytest.raises(ValueError, match="do not cut"):
-        Forward(q, q, q, None, 1.0, [7], 4)
+        ChunkForward(q, q, q, None, 1.0, [7], 4)
     with pytest.raises(ValueError, match="batch of 1"):
-        Forward(q, q, q, None, 1.0, [4, 4], 4)
+        ChunkForward(q, q, q, None, 1.0, [4, 4], 4)
     with pytest.raises(ValueError, match="multiple"):
-        Forward(q, q, torch.zeros(2, 8, 3, 4), None, 1.0, [8], 4)
+        ChunkForward(q, q, torch.zeros(2, 8, 3, 4), None, 1.0, [8], 4)

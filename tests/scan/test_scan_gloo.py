@@ -13,7 +13,7 @@ from serial import KINDS, as_arguments, random_maps, relative_error, serial_scan
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
-from weft.comm.launch import ProcessWorld
+from weft.world.launch import ProcessWorld
 from weft.errors import CommError, DisagreementError
 from weft.scan import METHODS
 

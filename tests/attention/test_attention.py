@@ -13,10 +13,10 @@ from test_attention_reference import Case, distance, plain, problem, slice_of
 from torch import Tensor
 
 import weft
-from weft.attention import attention, geometry
+from weft.attention import attention, plan
 from weft.attention.methods import METHODS
-from weft.comm.layout import LAYOUTS
-from weft.comm.virtual import VirtualWire
+from weft.sequence.layout import LAYOUTS
+from weft.world.virtual import VirtualWire
 from weft.comm.wire import Pending
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -145,11 +145,11 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiles are for windows over long sequences; small ones bring their borders into short sequences."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "tiles of 3":
-            patch.setattr(geometry, "SMALLEST_TILE", 1)
-            patch.setattr(geometry, "LARGEST_TILE", 3)
-            geometry.survey.cache_clear()
+            patch.setattr(plan, "SMALLEST_TILE", 1)
+            patch.setattr(plan, "LARGEST_TILE", 3)
+            plan.plan_attention.cache_clear()
         yield
-    geometry.survey.cache_clear()
+    plan.plan_attention.cache_clear()
 
 
 @pytest.mark.usefixtures("tiles")
@@ -329,8 +329,8 @@ def test_nobody_writes_to_what_is_travelling(method: str, layout: str, monkeypat
     original = VirtualWire.exchange
     checked = []
 
-    def exchange(self, call, sends, receives):
-        pending, before = original(self, call, sends, receives), [tensor._version for _, _, tensor in sends]
+    def exchange(self, record, sends, expected):
+        pending, before = original(self, record, sends, expected), [tensor._version for _, _, tensor in sends]
 
         def finish() -> None:
             assert [tensor._version for _, _, tensor in sends] == before, "written to while it travels"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import weft
-from weft.comm.layout import LAYOUTS, lay_out, shard_lengths
+from weft.sequence.layout import LAYOUTS, lay_out, shard_lengths
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.sampled_from(LAYOUTS), st.integers(0, 2))

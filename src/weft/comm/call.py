@@ -1,0 +1,179 @@
+"""`Call`: what an operation holds while it runs. Every message of the operation goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.comm import ledger
+from weft.comm.counter import CallCounter
+from weft.comm.path import Path
+from weft.comm.wire import Pending, Wire, WireMessage
+from weft.errors import CallRecord
+
+T = TypeVar("T")
+Message = tuple[int, Tensor]  # (rank on the axis, contiguous tensor to send or to fill)
+
+
+class Expected:
+    """Messages this rank will receive in a call. ``wait()`` returns when they are there."""
+
+    __slots__ = ("event", "from_self", "messages", "pending")
+
+    def __init__(self, messages: list[WireMessage], from_self: list[Tensor], pending: Pending[None]) -> None:
+        self.messages, self.from_self, self.pending = messages, from_self, pending
+        self.event: ledger.Event | None = None
+
+    def wait(self) -> None:
+        self.pending.wait()
+        if self.event is not None:
+            self.event.receive()
+
+
+class Call:
+    """One call of an operation on an axis. ``told`` is the round of integers, where `Axis.begin` started one.
+
+    Ranks are those of the axis. Sums over ranks are in rank order and at least in fp32: same inputs, same bits.
+    """
+
+    __slots__ = ("_in_lane", "counter", "members", "rank", "record", "told", "wire")
+
+    def __init__(self, wire: Wire, members: Sequence[int], rank: int, counter: CallCounter, record: CallRecord) -> None:
+        self.wire, self.members, self.rank, self.counter, self.record = wire, members, rank, counter, record
+        self.told: Pending[list[tuple[int, ...]]] = Pending(list)
+        self._in_lane = False
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def others(self) -> list[int]:
+        """Every rank but this one."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def reversed(self) -> Call:
+        """The same call with the ranks in the opposite order."""
+        return Call(self.wire, self.members[::-1], self.size - 1 - self.rank, self.counter, self.record)
+
+    def path(self, ranks: Sequence[int] | None = None, place: int | None = None, name: int = 0) -> Path:
+        """The path of a schedule through ``ranks`` (all, in order, if left out) that passes this one at ``place``."""
+        if ranks is None:
+            return Path(tuple(range(self.size)), self.rank, name)
+        assert place is not None and ranks[place] == self.rank
+        return Path(tuple(ranks), place, name)
+
+    def expect(self, receives: Sequence[Message]) -> Expected:
+        """Say early what will be received: (rank, contiguous tensor to fill). Hand it to `exchange` in its round.
+
+        Do not touch the tensors before they have been waited for. Empty tensors do not travel.
+        """
+        members, tag, own = self.members, self.record.tag, self.rank
+        incoming = [(members[at], tag, tensor) for at, tensor in receives if at != own and tensor.numel()]
+        from_self = [tensor for at, tensor in receives if at == own]
+        return Expected(incoming, from_self, self.wire.expect(self.record, incoming))
+
+    def exchange(self, sends: Sequence[Message] = (), receives: Sequence[Message] | Expected = ()) -> Pending[None]:
+        """Start messages to and from several peers at once: (rank, contiguous tensor to send or to fill).
+
+        Do not touch the tensors before ``wait()`` has returned. Empty tensors do not travel. What a rank sends to
+        itself must be received in the same exchange; it is copied here.
+        """
+        expected = receives if isinstance(receives, Expected) else self.expect(receives)
+        members, tag, own = self.members, self.record.tag, self.rank
+        outgoing = [(members[to], tag, tensor) for to, tensor in sends if to != own and tensor.numel()]
+        to_self = [tensor for to, tensor in sends if to == own]
+        for source, target in zip(to_self, expected.from_self, strict=True):
+            target.copy_(source.view(target.shape))
+        if not ledger.is_recording():
+            return self.wire.exchange(self.record, outgoing, expected.pending)
+        event = self._enter(self.record.operation, outgoing, expected.messages)
+        expected.event = event
+        return self._recorded(self.wire.exchange(self.record, outgoing, expected.pending), event)
+
+    def exchange_on_host(self, tag: int, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
+        """An exchange of integers that the host reads, under a tag of its own."""
+        outgoing = [(self.members[to], tag, tensor) for to, tensor in sends if tensor.numel()]
+        incoming = [(self.members[at], tag, tensor) for at, tensor in receives if tensor.numel()]
+        if not ledger.is_recording():
+            return self.wire.exchange_on_host(self.record, outgoing, incoming)
+        event = self._enter(f"{self.record.operation}.tell", outgoing, incoming)
+        return self._recorded(self.wire.exchange_on_host(self.record, outgoing, incoming), event)
+
+    def _enter(self, operation: str, sends: Sequence[WireMessage], receives: Sequence[WireMessage]) -> ledger.Event:
+        event = ledger.Event(
+            operation=operation,
+            rank=self.wire.rank,
+            sends=tuple((peer, tensor.numel() * tensor.element_size()) for peer, _, tensor in sends),
+            receives=tuple((peer, tensor.numel() * tensor.element_size()) for peer, _, tensor in receives),
+            start=self.wire.clock(),
+            # Lanes come and go; those of one operation share a row of a trace.
+            lane=f"{self.counter.name.partition('/')[0]} lane: {self.record.operation}" if self.in_lane
+            else self.counter.name,
+            tag=next((tag for _, tag, _ in (*sends, *receives)), 0),
+        )  # fmt: skip
+        ledger.note(event)
+        return event
+
+    def _recorded(self, pending: Pending[None], event: ledger.Event) -> Pending[None]:
+        def finish() -> None:
+            pending.wait()
+            event.finish(self.wire.clock())
+
+        return Pending(finish)
+
+    @property
+    def in_lane(self) -> bool:
+        """Whether this runs beside the main line."""
+        return self._in_lane or "/" in self.counter.name
+
+    def send(self, tensor: Tensor, to: int) -> Pending[None]:
+        return self.exchange(sends=[(to, tensor)])
+
+    def receive(self, buffer: Tensor, source: int) -> Pending[None]:
+        return self.exchange(receives=[(source, buffer)])
+
+    def all_gather(self, mine: Tensor, rows: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        """Everybody's ``mine``, by rank; the own one is not copied. ``rows``: its length on each rank, if uneven."""
+        return self.all_to_all([mine] * self.size, rows)
+
+    def all_to_all(self, outgoing: Sequence[Tensor], rows: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+        """``outgoing[r]`` to rank r; what every rank sent here, by rank. The own one is not copied.
+
+        ``rows``: how many rows each rank sends here; if left out, as many as ``outgoing`` has for this rank.
+        """
+        mine = outgoing[self.rank].contiguous()
+        counts = [len(mine)] * self.size if rows is None else rows
+        boxes = [
+            mine if rank == self.rank else mine.new_empty(counts[rank], *mine.shape[1:]) for rank in range(self.size)
+        ]
+        sends = [(rank, outgoing[rank].contiguous()) for rank in self.others]
+        pending = self.exchange(sends, [(rank, boxes[rank]) for rank in self.others])
+
+        def finish() -> list[Tensor]:
+            pending.wait()
+            return boxes
+
+        return Pending(finish)
+
+    def sum_to_owners(self, outgoing: Sequence[Tensor]) -> Pending[Tensor]:
+        """``outgoing[r]`` to rank r, where all that arrive are summed in rank order, at least in fp32."""
+        coming = self.all_to_all(outgoing)
+
+        def finish() -> Tensor:
+            parts = coming.wait()
+            total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+            for part in parts[1:]:
+                total += part
+            return total
+
+        return Pending(finish)
+
+    def start(self, schedule: Callable[[Call], T], device: torch.device | str = "cpu") -> Pending[T]:
+        """Run ``schedule(call)`` beside the caller's computation and without gradients; ``wait()`` gives its result."""
+        lane = Call(self.wire, self.members, self.rank, self.counter, self.record)
+        lane._in_lane = True
+        return self.wire.start(lambda: schedule(lane), torch.device(device))

@@ -1,0 +1,258 @@
+"""Finding out why a wait does not end, at no cost while waits do end.
+
+Messages carry the hash of their call as a tag, so ranks that call different things exchange nothing: they wait. A
+background thread notices a wait that has lasted too long, publishes what this rank called and waits for in the
+rendezvous store, and reads what the others published. A reason to give up is one of two things about a call that
+somebody waits in now: another rank made it differently, or could not make it. The reason is written once, the group is
+closed, and whoever then fails raises it. A call that nobody waits for any more is no reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from weft.errors import CallRecord, CommError, Fault, error_of, fault_of, find_verdict, name_ranks
+
+PATIENCE = 1.0  # seconds a wait may last before the others are looked up
+PERIOD = 0.25  # seconds between two looks
+HISTORY = 64  # calls a rank can say it made
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait under way. ``kind``: for "data", for what ranks "tell" at its beginning, or to "agree" before it."""
+
+    since: float
+    record: CallRecord
+    kind: str = "data"
+    is_over: Callable[[], bool] | None = None  # of a wait that does not hold up the host (NCCL)
+
+    def lasts(self) -> bool:
+        return time.monotonic() - self.since >= PATIENCE and not (self.is_over is not None and self.is_over())
+
+
+class HangDetector:
+    """Looks after the waits on one process group, from one rank. ``close`` must make every wait on the group fail."""
+
+    def __init__(self, rank: int, size: int, store: Any, timeout: timedelta, close: Callable[[], None]) -> None:
+        self._rank, self._size, self._store, self._timeout = rank, size, store, timeout
+        self._close = close
+        self._history: deque[CallRecord] = deque(maxlen=HISTORY)
+        self._waits: dict[object, Wait] = {}
+        self._refused: set[tuple[str, int]] = set()
+        self._refusal_stands = False
+        self._private_store: Any = None  # a connection of the watching thread's own
+        self._published = ""
+        if size > 1:
+            _detectors.add(self)
+
+    # What a rank does.
+
+    def announce(self, record: CallRecord) -> None:
+        """This rank makes a call."""
+        self._history.append(record)
+        if self._refusal_stands:  # it goes on: what it could not do before is no reason any more
+            self._refusal_stands = False
+            self._store.delete_key(f"refusal/{self._rank}")
+
+    def refuse(self, record: CallRecord) -> None:
+        """This rank could not make this call: leave the reason where those who wait for it will look."""
+        self._forget(record)
+        self._refused.add((record.counter, record.number))
+        self._store.set(f"refusal/{self._rank}", _dump([record]))
+        self._refusal_stands = True
+
+    @contextmanager
+    def waiting(self, record: CallRecord, kind: str = "data") -> Iterator[None]:
+        """A wait of this thread."""
+        if _watcher is None:
+            _start_watcher()
+        me = threading.get_ident()
+        self._waits[me] = Wait(time.monotonic(), record, kind)
+        try:
+            yield
+        finally:
+            self._waits.pop(me, None)
+
+    def follow(self, record: CallRecord, is_over: Callable[[], bool]) -> None:
+        """Watch messages that the host does not wait for, until ``is_over()``."""
+        if _watcher is None:
+            _start_watcher()
+        self._waits[object()] = Wait(time.monotonic(), record, is_over=is_over)
+
+    def agree(self, record: CallRecord, members: Sequence[int]) -> None:
+        """Rank 0 of the axis compares everybody's call and leaves the verdict: two store operations for each rank."""
+        where = f"agree/{record.counter}/{record.number}"
+        self._store.set(f"{where}/{self._rank}", _dump([record]))
+        if self._rank == members[0]:
+            keys = [f"{where}/{member}" for member in members]
+            self._await(record, keys, members)
+            records = {index: _load(self._store.get(key))[0] for index, key in enumerate(keys)}
+            self._store.set(f"{where}/verdict", json.dumps(find_verdict(records, len(members))))
+        else:
+            self._await(record, [f"{where}/verdict"], members[:1])
+        if verdict := json.loads(self._store.get(f"{where}/verdict")):
+            self._forget(record)
+            raise error_of(tuple(verdict) if record.fault is None else record.fault)
+
+    def _forget(self, record: CallRecord) -> None:
+        """The call did not take place."""
+        self._history = deque((one for one in self._history if one is not record), maxlen=HISTORY)
+
+    def _await(self, record: CallRecord, keys: list[str], ranks: Sequence[int]) -> None:
+        """Until the keys are there. The watch goes on meanwhile: the others may be stuck in another operation."""
+        deadline, pause = time.monotonic() + self._timeout.total_seconds(), 0.0005
+        with self.waiting(record, "agree"):
+            while not self._store.check(keys):
+                if self._store.check(["closed"]):
+                    raise self._read_reason(record)
+                if time.monotonic() > deadline:
+                    late = [rank for rank, key in zip(ranks, keys, strict=False) if not self._store.check([key])]
+                    raise CommError(
+                        f"{record.operation}: {name_ranks(late)} did not make call {record.number} within "
+                        f"{self._timeout.total_seconds():g} s (rank {self._rank} called {record})"
+                    )
+                time.sleep(pause)
+                pause = min(1.5 * pause, PERIOD / 5)
+
+    def explain(self, record: CallRecord, peer: int, error: Exception) -> Exception:
+        """What a wait that failed on ``peer`` means: the reason if there is one, else a lost or silent peer."""
+        meaning = self._find_meaning(record, peer, error)
+        self._close()  # so that ranks who only send to this one hear of it at their next call
+        return meaning
+
+    def _find_meaning(self, record: CallRecord, peer: int, error: Exception) -> Exception:
+        where = f"{record.operation} (call {record.number})"
+        try:
+            patience = time.monotonic() + 2 * PERIOD
+            while not self._store.check(["closed"]) and time.monotonic() < patience:
+                time.sleep(PERIOD / 10)  # whoever closes a connection has written why before
+            if "timed out" in str(error).lower():
+                words = (
+                    f"{where}: rank {self._rank} of {self._size} heard nothing from rank {peer} for "
+                    f"{self._timeout.total_seconds():g} s, the group's timeout; which rank failed cannot be told"
+                )
+            else:
+                words = f"{where}: rank {peer} of {self._size} is gone: its process or its connection has ended"
+            self._store.compare_set("closed", "", json.dumps([fault_of(CommError(words)), self._rank]))
+            return self._read_reason(record)
+        except RuntimeError:  # the store is gone as well: its host died
+            return CommError(
+                f"{where}: rank {self._rank} of {self._size} lost rank {peer} and the rendezvous store; which rank "
+                f"failed first cannot be told"
+            )
+
+    def _read_reason(self, record: CallRecord) -> Exception:
+        fault, by = json.loads(self._store.get("closed"))
+        reason = error_of(tuple(fault))
+        if isinstance(reason, CommError) and by != self._rank:
+            reason.add_note(f"found by rank {by}; rank {self._rank} stopped in {record.operation} because of it")
+        return reason
+
+    # What the watching thread does.
+
+    def inspect(self) -> None:
+        """If a wait has lasted too long, publish it and look for the reason."""
+        for key, wait in list(self._waits.items()):
+            if wait.is_over is not None and wait.is_over():
+                self._waits.pop(key, None)
+        lasting = [wait for wait in list(self._waits.values()) if wait.lasts()]
+        if not lasting and not self._published:
+            return
+        if self._private_store is None:
+            self._private_store = self._store.clone()
+        store = self._private_store
+        self._publish(store, lasting)
+        if lasting and not store.check(["closed"]):
+            if self._find_reason(store, lasting) is None:
+                return
+            time.sleep(2 * PERIOD)  # the others get stuck too: let them say what they called
+            if (reason := self._find_reason(store, lasting)) is None:
+                return
+            store.compare_set("closed", "", json.dumps([reason, self._rank]))
+        if lasting:
+            log.error("rank %d of %d gives up: %s", self._rank, self._size, store.get("closed").decode())
+            self._close()
+
+    def _publish(self, store: Any, lasting: list[Wait]) -> None:
+        """What this rank called and waits in; an empty word when it waits no longer."""
+        stuck = [[wait.record.counter, wait.record.number, wait.kind] for wait in lasting]
+        words = json.dumps([_dump(list(self._history)), stuck]) if lasting else ""
+        if words != self._published:
+            store.set(f"state/{self._rank}", words)
+            self._published = words
+
+    def _find_reason(self, store: Any, lasting: list[Wait]) -> Fault | None:
+        """Why a wait of this rank will not end, as far as the others have said."""
+        for rank in range(self._size):
+            if rank != self._rank and store.check([f"refusal/{rank}"]):
+                refused = _load(store.get(f"refusal/{rank}"))[0]
+                # A call that this rank refused too was made by nobody, and holds up nobody.
+                if (refused.counter, refused.number) not in self._refused and any(
+                    wait.record.counter == refused.counter and wait.record.number >= refused.number for wait in lasting
+                ):
+                    return refused.fault
+        heard: dict[tuple[str, int], dict[int, CallRecord]] = {}
+        stuck: dict[tuple[str, int], set[str]] = {}
+        for rank in range(self._size):
+            words = store.get(f"state/{rank}") if store.check([f"state/{rank}"]) else b""
+            if words:
+                records, waits = json.loads(words)
+                for counter, number, kind in waits:
+                    stuck.setdefault((counter, number), set()).add(kind)
+                for record in _load(records):
+                    heard.setdefault((record.counter, record.number), {})[rank] = record
+        for call in sorted(stuck.keys() & heard.keys()):
+            operations = {record.operation for record in heard[call].values()}
+            # Ranks that agree first, or tell in one operation, find out by themselves when the last one comes.
+            resolves = stuck[call] <= {"agree"} or (stuck[call] <= {"agree", "tell"} and len(operations) == 1)
+            if not resolves and (verdict := find_verdict(heard[call], self._size)):
+                return verdict
+        return None
+
+
+def _dump(records: list[CallRecord]) -> str:
+    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault] for r in records])
+
+
+def _load(text: bytes | str) -> list[CallRecord]:
+    return [
+        CallRecord(counter, number, operation, tuple((k, v) for k, v in signature), tag, fault and tuple(fault))
+        for counter, number, operation, signature, tag, fault in json.loads(text)
+    ]
+
+
+_detectors: weakref.WeakSet[HangDetector] = weakref.WeakSet()
+_watcher: threading.Thread | None = None
+_starting = threading.Lock()
+
+
+def _start_watcher() -> None:
+    """Start the one watching thread of this process, with the first wait."""
+    global _watcher
+    with _starting:
+        if _watcher is None:
+            _watcher = threading.Thread(target=_watch, name="weft hang detection", daemon=True)
+            _watcher.start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(PERIOD)
+        for detector in list(_detectors):
+            try:
+                detector.inspect()
+            except RuntimeError:  # the store went away: the waits will end by themselves
+                continue

@@ -1,0 +1,100 @@
+"""`shard` and `unshard`: between the whole and the slices of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.comm.eager import eager
+from weft.sequence.layout import lay_out, shard_lengths
+from weft.sequence.sequence import Sequence, read_sequence, settle
+
+
+@eager
+def shard(
+    x: Tensor, dim: int, *, layout: str | None = None, sequence: Sequence | None = None, group: Any = None
+) -> Tensor:
+    """This rank's slice of ``x``, cut along ``dim``. Every rank passes the whole; nothing crosses ranks.
+
+    ``layout`` is "contiguous" (if left out) or "zigzag". With ``sequence`` the slices have its lengths.
+    As of any replicated tensor, a rank's gradient of ``x`` is its own part: zero outside its slice.
+
+    >>> shard(torch.arange(6), 0)                     # a world of one holds all of it
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    axis, layout, _, fault = read_sequence("shard", None, layout, None, group, sequence)
+    if fault is None and sequence is not None and x.shape[dim] != sequence.total:
+        fault = ValueError(
+            f"shard: x has {x.shape[dim]} tokens along dim {dim}, but sequence {sequence.total} (rank {axis.rank})"
+        )
+    if fault is not None:  # nobody waits for anybody here
+        raise fault
+    lengths = shard_lengths(x.shape[dim], layout, axis.size) if sequence is None else sequence.lengths
+    mine = [x.narrow(dim, run.offset, run.length) for run in lay_out(lengths, layout) if run.rank == axis.rank]
+    return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, dim)
+
+
+@eager
+def unshard(
+    x: Tensor, dim: int, *, layout: str | None = None, sequence: Sequence | None = None, group: Any = None
+) -> Tensor:
+    """The whole on every rank, from slices as `shard` cuts them, or of any other lengths.
+
+    Lengths along ``dim`` may differ between ranks; they are told in one round of integers, if no ``sequence`` has them.
+    Each slice travels to every other rank. The gradient of a slice is the sum, in rank order and at least in fp32, of
+    what every rank's loss says about it.
+
+    >>> unshard(torch.arange(6), 0)
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    length = x.shape[dim] if -x.ndim <= dim < x.ndim else None
+    axis, layout, _, fault = read_sequence("unshard", length, layout, None, group, sequence)
+    if fault is None and length is None:
+        fault = ValueError(f"unshard: dim {dim} is not one of x {list(x.shape)} (rank {axis.rank})")
+    return _Unshard.apply(x, dim % max(1, x.ndim), layout, axis, sequence, fault)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common."""
+
+    dim: int
+    rest: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    lengths: tuple[int, ...] | None
+    gradient: bool
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, layout: str, axis: Axis, known: Sequence | None, fault: Exception | None
+    ) -> Tensor:
+        rest = tuple(size for index, size in enumerate(x.shape) if index != dim)
+        lengths = None if known is None else known.lengths
+        options = None if fault else _Options(dim, rest, x.dtype, layout, lengths, ctx.needs_input_grad[0])
+        tell = None if known is not None else (0 if fault else x.shape[dim],)
+        call = axis.begin("unshard", options, tell=tell, fault=fault)
+        mine = x.detach().movedim(dim, 0).contiguous()
+        sequence = known or settle("unshard", call, axis, layout, None)
+        slices = call.all_gather(mine, sequence.lengths).wait()
+        ctx.how = options, axis, sequence
+        parts = [slices[run.rank][run.start : run.start + run.length] for run in sequence.runs]
+        return torch.cat(parts).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        options, axis, sequence = ctx.how
+        call = axis.begin("unshard.backward", options)
+        whole = grad.movedim(options.dim, 0)
+        outgoing = [
+            torch.cat([whole[run.offset : run.offset + run.length] for run in sequence.runs if run.rank == rank])
+            for rank in range(axis.size)
+        ]
+        total = call.sum_to_owners(outgoing).wait()
+        return total.to(grad.dtype).movedim(0, options.dim), None, None, None, None, None

@@ -1,0 +1,249 @@
+"""A world of ranks in one process: the test harness with real tensors, the simulator with a machine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from weft.comm import ledger
+from weft.comm.axis import Axis, enter_world
+from weft.comm.ledger import Event, Ledger
+from weft.comm.wire import Pending, WireMessage
+from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, error_of, find_verdict, name_ranks
+from weft.world.cost import counting
+from weft.world.machine import Machine
+from weft.world.nccl import HostReads, NcclLines
+from weft.world.network import Links, Mail
+from weft.world.scheduler import Scheduler, Task
+
+T = TypeVar("T")
+RULES = ("ideal", "gloo", "nccl")
+
+
+@dataclass
+class WorldRun(Generic[T]):
+    """What a virtual world brought back.
+
+    results: what ``fn`` returned, by rank. ledgers: every exchange, by rank. elapsed: virtual seconds until
+    the last rank was done (None without a machine). timeline: the events of all ranks, and with a machine
+    that counts operators those too; ``timeline.save_trace(path)`` draws them.
+    """
+
+    results: list[T]
+    ledgers: list[Ledger]
+    elapsed: float | None
+    timeline: Ledger
+
+
+class VirtualWorld:
+    """``size`` ranks as threads of this process, one at a time, in the order of their virtual clocks.
+
+    ``rules`` says how messages behave. "ideal": each on its own. "gloo": one also waits for the word that its receive
+    is posted (see `weft.world.network`). "nccl": with NCCL's rules, and what breaks one is an error (see
+    `weft.world.nccl`); every program is then run twice, with the host blocked at each issue and with the host free.
+
+    >>> VirtualWorld(3).run(lambda axis: axis.rank).results
+    [0, 1, 2]
+    """
+
+    def __init__(self, size: int, machine: Machine | None = None, rules: str = "ideal") -> None:
+        if size < 1:
+            raise ValueError(f"VirtualWorld: size must be at least 1, got {size}")
+        if rules not in RULES:
+            raise ValueError(f"VirtualWorld: rules {rules!r} is not one of {', '.join(RULES)}")
+        self.size, self.machine, self.rules = size, machine, rules
+
+    def run(self, fn: Callable[[Axis], T]) -> WorldRun[T]:
+        """Run ``fn(axis)`` on every rank. ``group=None`` inside ``fn`` means this world.
+
+        Raises `DeadlockError` saying who waits for what, `DisagreementError` where ranks made different
+        calls, or the first exception of a rank with a note of which rank it was.
+        """
+        if self.rules == "nccl":
+            _Switchboard(self, host_blocks=True).run(fn)
+        return _Switchboard(self).run(fn)
+
+
+class _Switchboard:
+    """The shared side of one run: the network, the scheduler and what ranks leave for each other."""
+
+    def __init__(self, world: VirtualWorld, host_blocks: bool = False, connected: bool = True) -> None:
+        self.size, self.machine = world.size, world.machine
+        self.scheduler = Scheduler(world.size, self._explain_deadlock)
+        links = Links(world.size, world.machine)
+        self.mail = Mail(self.scheduler, links, handshake=world.rules == "gloo" and world.machine is not None)
+        self.lines: NcclLines | None = None
+        if world.rules == "nccl":
+            self.lines = NcclLines(self.scheduler, links, world.size, host_blocks, connected)
+        self.ledgers = [Ledger() for _ in range(world.size)]
+        self.operators: list[Event] = []
+        self.known: dict[Any, Any] = {}
+        self.calls: list[dict[str, CallRecord]] = [{} for _ in range(world.size)]
+        self.refusals: list[CallRecord | None] = [None] * world.size
+        self.comparing: dict[tuple[str, int], dict[int, CallRecord]] = defaultdict(dict)
+        self.verdicts: dict[tuple[str, int], Fault | None] = {}
+        self.readers: dict[tuple[str, int], list[Task]] = defaultdict(list)
+
+    def run(self, fn: Callable[[Axis], T]) -> WorldRun[T]:
+        results: list[Any] = [None] * self.size
+        ends = [0.0] * self.size
+
+        def live(rank: int) -> None:
+            axis = Axis.over(VirtualWire(self, rank))
+            with self.inside(axis):
+                results[rank] = fn(axis)
+            if self.lines is not None:
+                self.lines.check_end(rank)
+            ends[rank] = self.scheduler.current.clock
+
+        for rank in range(self.size):
+            self.scheduler.spawn(rank, 0.0, lambda rank=rank: live(rank))  # type: ignore[misc]
+        self.scheduler.run()
+        if self.lines is not None:
+            self.lines.check_end()
+        timeline = Ledger.merge([*self.ledgers, Ledger(self.operators)])
+        return WorldRun(results, self.ledgers, max(ends) if self.machine else None, timeline)
+
+    @contextmanager
+    def inside(self, axis: Axis) -> Iterator[None]:
+        """This thread is part of a rank: its WORLD, its ledger, its clock."""
+        enter_world(axis)
+        ledger.settle_in(self.ledgers[axis.wire.rank])
+        reads = nullcontext() if self.lines is None else HostReads(self.lines, axis.wire.rank)
+        costs = nullcontext() if self.machine is None else counting(self.machine, self._spend, self.known)
+        with reads, costs:
+            yield
+
+    def _spend(self, operator: str, seconds: float) -> None:
+        task = self.scheduler.current
+        start, task.clock = task.clock, task.clock + seconds
+        self.operators.append(Event(operator, task.rank, start=start, end=task.clock, lane="compute"))
+
+    def _explain_deadlock(self, blocked: list[Task]) -> Exception:
+        for refused in self.refusals:
+            if refused is not None and refused.fault is not None:
+                return error_of(refused.fault)
+        latest: dict[str, dict[int, CallRecord]] = defaultdict(dict)
+        for rank, calls in enumerate(self.calls):
+            for counter, record in calls.items():
+                latest[counter][rank] = record
+        for records in latest.values():
+            number = min(record.number for record in records.values())
+            at_once = {rank: record for rank, record in records.items() if record.number == number}
+            if verdict := find_verdict(at_once, 0):
+                return error_of(verdict)
+        rows = [f"rank {task.rank} waits {task.waits_for()}" for task in blocked[:16] if task.waits_for]
+        more = f"; and {len(blocked) - 16} more" if len(blocked) > 16 else ""
+        kind = DeadlockError if self.lines is None else NcclRuleError
+        return kind(f"deadlock in a virtual world of {self.size}: {'; '.join(rows)}{more}")
+
+
+class VirtualWire:
+    """One virtual rank's end of the switchboard."""
+
+    host = torch.device("cpu")
+
+    def __init__(self, board: _Switchboard, rank: int) -> None:
+        self._board, self.rank, self.size = board, rank, board.size
+
+    def clock(self) -> float:
+        return self._board.scheduler.current.clock
+
+    def announce(self, record: CallRecord) -> None:
+        self._board.calls[self.rank][record.counter] = record
+        self._board.refusals[self.rank] = None
+
+    def refuse(self, record: CallRecord) -> None:
+        self._board.refusals[self.rank] = record
+
+    def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
+        lines = self._board.lines
+        if lines is not None:
+            return lines.expect(record, receives)
+        return self._board.mail.expect(self.rank, record, receives)
+
+    def exchange(self, record: CallRecord, sends: Sequence[WireMessage], expected: Pending[None]) -> Pending[None]:
+        lines = self._board.lines
+        if lines is not None:
+            return lines.issue(self.rank, record, sends, expected)
+        return self._both(expected, self._board.mail.send(self.rank, record, sends))
+
+    def exchange_on_host(
+        self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
+    ) -> Pending[None]:
+        mail = self._board.mail
+        return self._both(mail.expect(self.rank, record, receives), mail.send(self.rank, record, sends))
+
+    @staticmethod
+    def _both(expected: Pending[None], sent: Pending[None]) -> Pending[None]:
+        def finish() -> None:
+            expected.wait()
+            sent.wait()
+
+        return Pending(finish)
+
+    def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
+        """Fork the rank's clock: the schedule's time passes beside the caller's."""
+        scheduler = self._board.scheduler
+        if self._board.lines is not None:
+            return self._start_inline(schedule)
+        outcome: list[T] = []
+        failure: list[BaseException] = []
+        axis = Axis.of(None)
+
+        def body() -> None:
+            with torch.no_grad(), self._board.inside(axis):
+                try:
+                    outcome.append(schedule())
+                except Exception as error:  # raised in the caller, who waits for it
+                    failure.append(error)
+
+        task = scheduler.spawn(self.rank, scheduler.current.clock, body)
+
+        def finish() -> T:
+            scheduler.join(task)
+            if failure:
+                raise failure[0]
+            return outcome[0]
+
+        return Pending(finish)
+
+    def _start_inline(self, schedule: Callable[[], T]) -> Pending[T]:
+        """As on a side stream: issued now, in the order of the host, while the main line's clock stands still."""
+        task = self._board.scheduler.current
+        start = task.clock
+        with torch.no_grad():
+            value = schedule()
+        end, task.clock = task.clock, start
+
+        def finish() -> T:
+            current = self._board.scheduler.current
+            current.clock = max(current.clock, end)
+            return value
+
+        return Pending(finish)
+
+    def agree(self, record: CallRecord, members: Sequence[int]) -> None:
+        """Wait until every member has made this call, then compare: costs no virtual time and no message."""
+        board, scheduler = self._board, self._board.scheduler
+        where = (record.counter, record.number)
+        posted = board.comparing[where]
+        posted[self.rank] = record
+        if len(posted) < len(members):
+            board.readers[where].append(scheduler.current)
+            scheduler.block(
+                lambda: f"for {name_ranks(set(members) - set(posted))} to make call {record.number}, {record}"
+            )
+        else:
+            records = {index: posted[member] for index, member in enumerate(members)}
+            board.verdicts[where] = find_verdict(records, len(members))
+            del board.comparing[where]
+            for reader in board.readers.pop(where, []):
+                scheduler.wake(reader)
+        if (verdict := board.verdicts[where]) is not None:
+            raise error_of(verdict if record.fault is None else record.fault)
