@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/weft bench scan --ranks 4
 
 test: .venv/ready check
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadgroup
 
 check: .venv/ready
 	$(BIN)/ruff check src tests examples

@@ -7,12 +7,29 @@ from datetime import timedelta
 import pytest
 import torch
 from hypothesis import settings
+from worlds import RULES, use_rules
 
 from weft.world.launch import ProcessWorld
 
 torch.set_num_threads(1)
 settings.register_profile("weft", deadline=None, max_examples=60, derandomize="CI" in os.environ)
 settings.load_profile("weft")
+
+
+@pytest.fixture(params=RULES, scope="module")
+def network(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test of an operation on virtual ranks runs with each of these rules: see `worlds.virtual_world`."""
+    use_rules(request.param)
+    yield request.param
+    use_rules("ideal")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers: what needs processes of its own stays on one of them."""
+    for item in items:
+        alone = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("processes")
+        if alone:
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(scope="session")

@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from worlds import virtual_world
 
 import weft
 
 
 def verdicts(program: Callable[[weft.Axis], object], size: int = 3) -> list[str]:
-    """What a virtual world's ranks raised as ValueError, one message a rank that did."""
-    caught: list[str] = []
+    """What a virtual world's ranks raised as ValueError, one message for each rank that did."""
 
-    def run(axis: weft.Axis) -> None:
+    def run(axis: weft.Axis) -> str | None:
         try:
             program(axis)
         except ValueError as error:
-            caught.append(str(error))
+            return str(error)
+        return None
 
-    weft.VirtualWorld(size).run(run)
-    return caught
+    return [words for words in virtual_world(size).run(run).results if words is not None]
 
 
 def two_by_two(axis: weft.Axis, order: str) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -14,6 +14,7 @@ import pytest
 
 from weft.scan import METHODS
 
+pytestmark = pytest.mark.processes
 QUICK = ["--repeats", "1", "--calls", "1"]
 
 
@@ -40,14 +41,14 @@ def test_bench_scan_writes_a_table_and_rows_with_a_header(tmp_path: Path) -> Non
 
 def test_bench_linear_attention_compares_with_the_baselines(tmp_path: Path) -> None:
     words = ["bench", "linear-attention", "--tokens", "64", "--repeats", "1", "--json", str(tmp_path / "rows.json")]
-    result = run(*words)
+    result = run(*words, "--virtual-ranks", "32")
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     by_case = {(row["table"], row["case"]): row for row in rows}
     assert ("kernel", "weft, scalar gate") in by_case
     ours, lasp2 = by_case["ranks", "weft auto"], by_case["ranks", "LASP-2: blocking all-gather"]
     assert 0 < ours["bytes_sent"] < lasp2["bytes_sent"] and by_case["ranks", "no communication"]["bytes_sent"] == 0
-    # In virtual time on 64 ranks the scan is nearly hidden, and every baseline is behind.
+    # In virtual time on many ranks the scan is nearly hidden, and every baseline is behind.
     virtual = {case: row["to_weft"] for (table, case), row in by_case.items() if table == "virtual"}
     assert all(virtual[name] > 1.5 for name in virtual if name.split(":")[0] in ("LASP", "LASP-2", "ZeCO"))
 

@@ -33,7 +33,9 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
         _measure(report, lambda: scan.run(world, report, repeats, calls))
 
 
-def bench_linear_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:
+def bench_linear_attention(
+    ranks: int = 2, tokens: int = 4096, virtual_ranks: int = 64, json: Path | None = None, repeats: int = 7
+) -> None:
     """Linear attention: the local kernel beside a matmul, and ranks beside LASP, LASP-2 and ZeCO.
 
     The first table counts the FLOPs of the algorithm at chunk 64 on one thread. The second compares with the same
@@ -43,13 +45,14 @@ def bench_linear_attention(ranks: int = 2, tokens: int = 4096, json: Path | None
     Args:
         ranks: Local processes to start. Under torchrun, the number it started.
         tokens: Tokens a rank holds; the kernel is measured on twice as many.
+        virtual_ranks: Ranks of the table in virtual time.
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
     with rank_pool(ranks) as world:
         header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
-        report = Report(linear_attention.layouts(world.size, tokens), json, world.reports, header)
-        _measure(report, lambda: linear_attention.run(world, report, repeats, tokens))
+        report = Report(linear_attention.layouts(world.size, tokens, virtual_ranks), json, world.reports, header)
+        _measure(report, lambda: linear_attention.run(world, report, repeats, tokens, virtual_ranks))
 
 
 def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:

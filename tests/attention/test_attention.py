@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention_reference import Case, distance, plain, problem, slice_of
 from torch import Tensor
+from worlds import every, virtual_world
 
 import weft
 from weft.attention import attention, plan
 from weft.attention.methods import METHODS
+from weft.comm.wire import Pending
 from weft.sequence.layout import LAYOUTS
 from weft.world.virtual import VirtualWire
-from weft.comm.wire import Pending
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+pytestmark = pytest.mark.usefixtures("network")
 
 
 def lengths_of(kind: str, size: int) -> tuple[int, ...]:
@@ -84,11 +86,11 @@ def test_every_combination(size: int, method: str) -> None:
         def program(axis: weft.Axis) -> list[str]:
             return [
                 fault
-                for case in combinations(size, kind, method)  # noqa: B023
+                for case in every(combinations(size, kind, method))  # noqa: B023
                 for fault in faults(axis, case, lengths, layout, method=method)  # noqa: B023
             ]
 
-        found = [fault for rank in weft.VirtualWorld(size).run(program).results for fault in rank]
+        found = [fault for rank in virtual_world(size).run(program).results for fault in rank]
         assert not found, "\n".join(found[:5])
 
 
@@ -105,7 +107,7 @@ def test_single_precision(method: str) -> None:
                 for fault in faults(axis, case, lengths, layout, torch.float32, method=method)  # noqa: B023
             ]
 
-        found = [fault for rank in weft.VirtualWorld(size).run(program).results for fault in rank]
+        found = [fault for rank in virtual_world(size).run(program).results for fault in rank]
         assert not found, "\n".join(found[:5])
 
 
@@ -153,11 +155,11 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tiles")
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(drawn())
 def test_drawn_combinations(drawn: tuple[Case, tuple[int, ...], str, dict[str, object]]) -> None:
     case, lengths, layout, options = drawn
-    results = weft.VirtualWorld(len(lengths)).run(lambda axis: faults(axis, case, lengths, layout, **options)).results
+    results = virtual_world(len(lengths)).run(lambda axis: faults(axis, case, lengths, layout, **options)).results
     assert not any(results), results
 
 
@@ -172,13 +174,13 @@ def test_every_composition_of_six_heads(layout: str) -> None:
     def program(axis: weft.Axis) -> list[str]:
         return [
             fault
-            for strides, backward in zip(patterns, reversed(patterns), strict=True)
+            for strides, backward in every(zip(patterns, reversed(patterns), strict=True))
             for fault in faults(
                 axis, case, lengths, layout, method="gather", strides=strides, backward_strides=backward
             )
         ]  # fmt: skip
 
-    assert not any(weft.VirtualWorld(4).run(program).results)
+    assert not any(virtual_world(4).run(program).results)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -190,7 +192,7 @@ def test_windows_over_many_tiles(method: str, causal: bool, window: tuple[int, i
     lengths = (300, 211)
     case = Case(sum(lengths), 2, 2, 1, causal, window)
     for layout in LAYOUTS:
-        run = weft.VirtualWorld(2).run(lambda axis: faults(axis, case, lengths, layout, method=method))  # noqa: B023
+        run = virtual_world(2).run(lambda axis: faults(axis, case, lengths, layout, method=method))  # noqa: B023
         assert not any(run.results), run.results
 
 
@@ -217,7 +219,7 @@ def test_half_precision_is_as_good_as_one_process(method: str, dtype: torch.dtyp
             whole = [got[name] for name in NAMES if name != "lse"]
             return [weft.unshard(x, 1, layout=layout, group=axis) for x in whole]  # noqa: B023
 
-        for got, by_one, exactly in zip(weft.VirtualWorld(8).run(program).results[0], single, true, strict=True):
+        for got, by_one, exactly in zip(virtual_world(8).run(program).results[0], single, true, strict=True):
             far, near = ((x.double() - exactly).square().mean().sqrt().item() for x in (got, by_one))
             assert far <= 1.2 * near, (layout, far / near)
 
@@ -233,7 +235,7 @@ def test_gradients_are_no_aliases(method: str) -> None:
         return all(g.untyped_storage().data_ptr() not in memories for g in grads)
 
     for size in (1, 2):
-        assert all(weft.VirtualWorld(size).run(program).results)
+        assert all(virtual_world(size).run(program).results)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -244,7 +246,7 @@ def test_same_inputs_same_bits(method: str) -> None:
         first, second = (run(axis, case, lengths, "zigzag", torch.float32, method=method) for _ in range(2))
         return all(torch.equal(first[name], second[name]) for name in NAMES)
 
-    assert all(weft.VirtualWorld(4).run(program).results)
+    assert all(virtual_world(4).run(program).results)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -265,7 +267,7 @@ def test_activation_checkpointing(method: str) -> None:
             outcomes.append((out.detach(), *torch.autograd.grad(out.square().sum(), local)))
         return all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
-    assert all(weft.VirtualWorld(3).run(program).results)
+    assert all(virtual_world(3).run(program).results)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -282,7 +284,7 @@ def test_strided_inputs_and_an_expanded_gradient(method: str) -> None:
             outcomes.append((out, *torch.autograd.grad(out.sum(), leaves)))
         return max(distance(a, b) for a, b in zip(*outcomes, strict=True))
 
-    assert max(weft.VirtualWorld(2).run(program).results) < 1e-10
+    assert max(virtual_world(2).run(program).results) < 1e-10
 
 
 def test_only_some_inputs_need_gradients() -> None:
@@ -294,7 +296,7 @@ def test_only_some_inputs_need_gradients() -> None:
         (dv,) = torch.autograd.grad(attention(q, k, v, scale=0.7, method="gather", group=axis), v, grad)
         return distance(dv, slice_of(problem(case)[1][4], lengths, "contiguous", axis.rank))
 
-    assert max(weft.VirtualWorld(2).run(program).results) < 1e-10
+    assert max(virtual_world(2).run(program).results) < 1e-10
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -319,7 +321,7 @@ def test_sharp_scores(method: str) -> None:
                 for got, true in zip((out, lse, *grads), wanted, strict=True)
             )
 
-        assert max(weft.VirtualWorld(4).run(program).results) < limit
+        assert max(virtual_world(4).run(program).results) < limit
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -343,5 +345,5 @@ def test_nobody_writes_to_what_is_travelling(method: str, layout: str, monkeypat
     lengths = (5, 4, 6)
     case = Case(sum(lengths), 12, 12, 1, causal=True)
     for options in ({}, {"grad_dtype": torch.bfloat16}):
-        weft.VirtualWorld(3).run(lambda axis: run(axis, case, lengths, layout, torch.float32, method=method, **options))  # noqa: B023
+        virtual_world(3).run(lambda axis: run(axis, case, lengths, layout, torch.float32, method=method, **options))  # noqa: B023
     assert checked

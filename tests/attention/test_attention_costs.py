@@ -12,9 +12,9 @@ import torch
 import weft
 from weft.attention import attention
 from weft.attention.distributed import Attention
-from weft.attention.plan import plan_attention
-from weft.attention.options import Options
 from weft.attention.kv_exchange import KVExchange
+from weft.attention.options import Options
+from weft.attention.plan import plan_attention
 from weft.sequence.layout import LAYOUTS, lay_out
 
 HEADS, DIM, TOKENS = 4, 8, 16

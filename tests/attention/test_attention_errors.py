@@ -12,9 +12,9 @@ from test_attention_reference import distance
 import weft
 from weft.attention import attention, head_strides
 from weft.attention.block import attend_block, attend_block_backward, attend_plainly, attend_plainly_backward
-from weft.attention.plan import UNLIMITED, Block, plan_attention
 from weft.attention.merge import merge_into
 from weft.attention.methods import choose_method
+from weft.attention.plan import UNLIMITED, Block, plan_attention
 from weft.attention.strides import choose_strides
 
 Q = torch.randn(1, 6, 6, 4)
@@ -64,6 +64,7 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
         attention(q, q, q, cu_seqlens=torch.tensor([0, 6]))
 
 
+@pytest.mark.usefixtures("network")
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -88,6 +89,7 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
     assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
 
 
+@pytest.mark.usefixtures("network")
 def test_ulysses_names_the_methods_that_work() -> None:
     q = Q.detach()
     caught = verdicts(lambda axis: attention(q, q, q, method="ulysses", group=axis), size=4)
@@ -96,6 +98,7 @@ def test_ulysses_names_the_methods_that_work() -> None:
     assert all("; gather and ring take any number" in words for words in caught)
 
 
+@pytest.mark.usefixtures("network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     q = Q.detach()
     caught = verdicts(lambda axis: attention(q, q, q, cu_seqlens=torch.tensor([0, 17]), group=axis))

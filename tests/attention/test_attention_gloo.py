@@ -15,8 +15,8 @@ from torch import Tensor
 import weft
 from weft.attention import attention
 from weft.attention.methods import METHODS
-from weft.world.launch import ProcessWorld
 from weft.sequence.layout import LAYOUTS
+from weft.world.launch import ProcessWorld
 
 T, HEADS, KV_HEADS, DIM = 45, 4, 2, 8
 

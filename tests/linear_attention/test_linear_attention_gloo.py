@@ -8,10 +8,11 @@ import torch.distributed as dist
 from ranks import two_by_two
 from recurrence import reference
 from torch import Tensor
+from worlds import virtual_world
 
 import weft
-from weft.world.launch import ProcessWorld
 from weft.scan import METHODS
+from weft.world.launch import ProcessWorld
 
 T, HEADS, DIM = 45, 2, 8
 
@@ -134,6 +135,7 @@ def test_a_compiled_model_gives_the_same(pool: ProcessWorld) -> None:
     assert max(pool.run(compiled_steps)) < 1e-5
 
 
+@pytest.mark.usefixtures("network")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 def test_as_flash_linear_attention(decay: str) -> None:
@@ -161,7 +163,7 @@ def test_as_flash_linear_attention(decay: str) -> None:
         return [out.detach(), *torch.autograd.grad(out.square().sum(), local)]
 
     for size in (1, 4):
-        slices = weft.VirtualWorld(size).run(program).results
+        slices = virtual_world(size).run(program).results
         for index, wanted in enumerate([o, *true]):
             got = torch.cat([one[index] for one in slices], dim=1)
             assert ((got - wanted).abs().max() / wanted.abs().max()).item() < 2e-5

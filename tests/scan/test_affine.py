@@ -48,6 +48,6 @@ def test_pieces_are_independent(kind: str, blocks: int, seed: int) -> None:
 def test_a_map_is_packed_into_one_message_and_read_back() -> None:
     for kind in KINDS:
         one = maps(kind, "slow", 5)[0]
-        again = Affine.from_flat(kind, one.flat.clone(), one.state.shape)
+        again = one.form.from_flat(one.flat.clone())
         assert torch.equal(again.state, one.state) and torch.equal(one.flat[: one.state.numel()], one.state_flat)
         assert one.decay is None or torch.equal(again.decay, one.decay)

@@ -33,7 +33,7 @@ def test_wrong_arguments_are_told(arguments, kind, words) -> None:
 def test_public_names() -> None:
     assert set(weft.__all__) == {
         "Axis", "Machine", "VirtualWorld", "attention", "exclusive_scan", "head_strides", "launch", "linear_attention",
-        "record", "shard", "unshard",
+        "record", "sequence", "shard", "unshard",
     }  # fmt: skip
     assert all(callable(getattr(weft, name)) for name in weft.__all__)
 

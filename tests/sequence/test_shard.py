@@ -5,9 +5,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import virtual_world
 
 import weft
 from weft.sequence.layout import LAYOUTS, lay_out, shard_lengths
+
+pytestmark = pytest.mark.usefixtures("network")
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.sampled_from(LAYOUTS), st.integers(0, 2))
@@ -21,7 +24,7 @@ def test_unshard_undoes_shard(total: int, size: int, layout: str, dim: int) -> N
         assert mine.shape[dim] == shard_lengths(total, layout, size)[axis.rank]
         return weft.unshard(mine, dim, layout=layout, group=axis)
 
-    for whole in weft.VirtualWorld(size).run(program).results:
+    for whole in virtual_world(size).run(program).results:
         assert torch.equal(whole, x)
 
 
@@ -36,13 +39,13 @@ def test_slices_of_any_lengths_make_one_sequence(lengths: list[int], layout: str
         assert len(mine) == lengths[axis.rank]
         return weft.unshard(mine, 0, layout=layout)
 
-    assert all(torch.equal(whole, numbers) for whole in weft.VirtualWorld(len(lengths)).run(program).results)
+    assert all(torch.equal(whole, numbers) for whole in virtual_world(len(lengths)).run(program).results)
 
 
 def test_zigzag_gives_rank_r_the_parts_r_and_its_mirror() -> None:
-    run = weft.VirtualWorld(3).run(lambda axis: weft.shard(torch.arange(12), 0, layout="zigzag").tolist())
+    run = virtual_world(3).run(lambda axis: weft.shard(torch.arange(12), 0, layout="zigzag").tolist())
     assert run.results == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    uneven = weft.VirtualWorld(2).run(lambda axis: weft.shard(torch.arange(7), 0, layout="zigzag").tolist())
+    uneven = virtual_world(2).run(lambda axis: weft.shard(torch.arange(7), 0, layout="zigzag").tolist())
     assert uneven.results == [[0, 1, 6], [2, 3, 4, 5]]  # parts of 2, 2, 2 and 1
 
 
@@ -57,7 +60,7 @@ def test_gradients_add_up_over_the_ranks_that_used_the_whole(layout: str) -> Non
         (whole * weights[axis.rank]).sum().backward()
         return weft.shard(sum(weights), 0, layout=layout), weft.shard(x.grad, 0, layout=layout)
 
-    for wanted, got in weft.VirtualWorld(3).run(program).results:
+    for wanted, got in virtual_world(3).run(program).results:
         assert torch.allclose(wanted, got, atol=1e-14)
 
 

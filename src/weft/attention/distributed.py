@@ -31,16 +31,17 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, sequence: Sequence | None
     ) -> tuple[Tensor, Tensor | None]:
         call = axis.begin("attention", options, tell=None if sequence else (q.shape[1],))
-        started = None
+        started, begun = None, ""
         if sequence is None:
             assumed = guess(axis, q.shape[1], options.layout, options.cu_seqlens)
             if assumed is not None:
                 plan = options.plan(assumed)
-                started = METHODS[resolve_method(options, plan)].begin(options, call, plan, q, k, v)
+                begun = resolve_method(options, plan)
+                started = METHODS[begun].begin(options, call, plan, q, k, v)
             sequence = settle("attention", call, axis, options.layout, options.cu_seqlens)
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
-        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, started)
+        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, started if method == begun else None)
         ctx.save_for_backward(*saved)
         ctx.how = options, axis, plan, options.backward or method
         if not options.return_lse:

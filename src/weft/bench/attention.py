@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from weft.bench import context_parallel
 from weft.bench.context_parallel import Baseline, options_for
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
-from weft.bench.world import RankPool, take_samples
+from weft.bench.world import RankPool, by_case, take_samples
 from weft.comm import Axis, Ledger
 from weft.comm.wire import SoloWire
 from weft.sequence import shard
@@ -46,15 +45,14 @@ def run(pool: RankPool, report: Report, repeats: int, tokens: int) -> None:
     """Measure; the rows are kept as far as they were measured."""
     if tokens % (2 * pool.size):
         raise ValueError(f"bench attention: --tokens {tokens} must be a multiple of twice the {pool.size} ranks")
-    samples: dict[str, list[float]] = defaultdict(list)
+    samples: list[dict[str, float]] = []
     with report.progress(repeats, "attention") as advance:
         facts = pool.run(inspect, tokens)
         try:
             for seconds in take_samples(pool, sample, [tokens], repeats, advance):
-                for name in seconds:
-                    samples[name].append(seconds[name])
+                samples.append(seconds)
         finally:
-            for row in _rows(samples, facts, pool.size) if samples else ():
+            for row in _rows(by_case(samples), facts, pool.size) if samples else ():
                 report.add("attention", row)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import statistics
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from weft.bench.lasp import Baseline
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
-from weft.bench.world import RankPool, take_samples
+from weft.bench.world import RankPool, by_case, take_samples
 from weft.comm import Axis, Ledger
 from weft.comm.wire import SoloWire
 from weft.linear_attention import linear_attention
@@ -43,7 +42,7 @@ RANK_COLUMNS = (
 )
 
 
-VIRTUAL_RANKS, VIRTUAL_TOKENS = 64, 1024
+VIRTUAL_TOKENS = 1024
 MACHINE = Machine(latency=10e-6, bandwidth=25e9, flops=100e12, memory_bandwidth=1.5e12)
 VIRTUAL_COLUMNS = (
     Column("case", "virtual ranks", "{}"),
@@ -55,14 +54,14 @@ VIRTUAL_COLUMNS = (
 )
 
 
-def layouts(ranks: int, tokens: int) -> dict[str, Layout]:
+def layouts(ranks: int, tokens: int, virtual_ranks: int) -> dict[str, Layout]:
     """The tables of this benchmark."""
     shape = f"H{HEADS} K=V={DIM} fp32, forward + backward"
     return {
         "kernel": Layout(f"the chunked kernel, B1 T{2 * tokens} {shape}", KERNEL_COLUMNS),
         "ranks": Layout(f"{ranks} ranks of T{tokens}, scalar gate, {shape}", RANK_COLUMNS),
         "virtual": Layout(
-            f"{VIRTUAL_RANKS} ranks of T{VIRTUAL_TOKENS} in virtual time: 10 us, 25 GB/s, 100 TFLOP/s, 1.5 TB/s",
+            f"{virtual_ranks} ranks of T{VIRTUAL_TOKENS} in virtual time: 10 us, 25 GB/s, 100 TFLOP/s, 1.5 TB/s",
             VIRTUAL_COLUMNS,
         ),
     }
@@ -73,27 +72,26 @@ def flops(tokens: int) -> int:
     return PRODUCTS * 2 * CHUNK * CHUNK * DIM * (tokens // CHUNK) * HEADS
 
 
-def run(pool: RankPool, report: Report, repeats: int, tokens: int) -> None:
+def run(pool: RankPool, report: Report, repeats: int, tokens: int, virtual_ranks: int) -> None:
     """Measure both tables; a table's rows are kept as far as they were measured."""
     with report.progress(2 * repeats, "linear attention") as advance:
         for table, measure, rows in (
             ("kernel", sample_kernel, _kernel_rows),
             ("ranks", sample_ranks, _rank_rows),
         ):
-            samples: dict[str, list[float]] = defaultdict(list)
+            samples: list[dict[str, float]] = []
             facts = pool.run(inspect, tokens) if table == "ranks" else []
             try:
                 for seconds in take_samples(pool, measure, [tokens], repeats, advance):
-                    for name in seconds:
-                        samples[name].append(seconds[name])
+                    samples.append(seconds)
             finally:
-                for row in rows(samples, facts, tokens) if samples else ():
+                for row in rows(by_case(samples), facts, tokens) if samples else ():
                     report.add(table, row)
     if pool.reports:
-        simulate(report)
+        simulate(report, virtual_ranks)
 
 
-def simulate(report: Report) -> None:
+def simulate(report: Report, ranks: int) -> None:
     """The same cases on many ranks in virtual time, where the length of a chain shows."""
     results = {}
     methods = {f"weft {method}" for method in METHODS}
@@ -102,7 +100,7 @@ def simulate(report: Report) -> None:
         def program(axis: Axis, name: str = name) -> None:
             _rank_cases(axis, VIRTUAL_TOKENS, "meta")[name]()
 
-        results[name] = VirtualWorld(VIRTUAL_RANKS, MACHINE).run(program)
+        results[name] = VirtualWorld(ranks, MACHINE).run(program)
     elapsed = {name: result.elapsed or 0.0 for name, result in results.items()}
     for name, result in results.items():
         report.add("virtual", {

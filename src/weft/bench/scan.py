@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from weft.bench import handwritten
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import take_turns
-from weft.bench.world import RankPool, take_samples
+from weft.bench.world import RankPool, by_case, take_samples
 from weft.comm import Axis, Ledger, record
 from weft.comm.dist import DistWire
 from weft.scan import METHODS, Form, exclusive_scan
@@ -42,13 +41,12 @@ def run(pool: RankPool, report: Report, repeats: int, calls: int) -> None:
     with report.progress(len(SIZES) * repeats, "scan") as advance:
         for shape in SIZES:
             facts = [pool.run(inspect, method, shape) for method in METHODS]
-            samples: dict[str, list[float]] = defaultdict(list)
+            samples: list[dict[str, float]] = []
             try:
                 for seconds in take_samples(pool, sample, [shape, calls], repeats, advance):
-                    for name in seconds:
-                        samples[name].append(seconds[name])
+                    samples.append(seconds)
             finally:  # Ctrl-C keeps what was measured
-                for row in _rows(shape, samples, dict(zip(METHODS, facts, strict=True))):
+                for row in _rows(shape, by_case(samples), dict(zip(METHODS, facts, strict=True))):
                     report.add("scan", row)
 
 

@@ -48,8 +48,13 @@ def take_samples(
     for turn in range(repeats + 1):
         seconds = slowest(pool.run(measure, *args, turn))
         if turn:
-            advance()
             yield seconds
+            advance()  # by now whoever asked has kept the sample
+
+
+def by_case(samples: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """The samples of each case."""
+    return {name: [sample[name] for sample in samples] for name in (samples[0] if samples else ())}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -33,7 +34,7 @@ class Form:
             kind = "scalar" if log_decay.ndim == state.ndim - 2 else "vector"
         return Form(kind, state.shape, wide, state.device)
 
-    @property
+    @cached_property
     def state_elements(self) -> int:
         return math.prod(self.shape)
 
@@ -41,10 +42,17 @@ class Form:
     def state_bytes(self) -> int:
         return self.state_elements * self.dtype.itemsize
 
-    @property
+    @cached_property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Of the decay; nobody asks where there is none."""
+        if self.kind == "scalar":
+            return tuple(self.shape[:-2])
+        return tuple(self.shape[:-1]) if self.kind == "vector" else (*self.shape[:-1], self.shape[-2])
+
+    @cached_property
     def map_elements(self) -> int:
         """Of the state and the decay."""
-        return self.state_elements + (0 if self.kind == "none" else math.prod(_decay_shape(self.kind, self.shape)))
+        return self.state_elements + (0 if self.kind == "none" else math.prod(self.decay_shape))
 
     def new_empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -54,8 +62,11 @@ class Form:
         return self.from_flat(self.new_empty(self.map_elements))
 
     def from_flat(self, flat: Tensor) -> Affine:
-        """The map that ``flat`` holds."""
-        return Affine.from_flat(self.kind, flat, self.shape)
+        """The map that ``flat`` holds: its state, then its decay."""
+        if self.kind == "none":
+            return Affine("none", flat.view(self.shape), None, flat, self)
+        count = self.state_elements
+        return Affine(self.kind, flat[:count].view(self.shape), flat[count:].view(self.decay_shape), flat, self)
 
     def block_count(self, blocks: int) -> int:
         """In how many independent blocks a state can be cut, at most ``blocks``: by rows; dense maps by columns."""
@@ -85,11 +96,24 @@ class Affine:
     Logs are only ever added: nothing divides by a decay, and a log of -inf (decay 0) is exact.
     """
 
-    __slots__ = ("_factor", "_flat", "decay", "kind", "state")
+    __slots__ = ("_factor", "_flat", "_form", "decay", "kind", "state")
 
-    def __init__(self, kind: Kind, state: Tensor, decay: Tensor | None, flat: Tensor | None = None) -> None:
-        self.kind, self.state, self.decay, self._flat = kind, state, decay, flat
+    def __init__(
+        self,
+        kind: Kind,
+        state: Tensor,
+        decay: Tensor | None,
+        flat: Tensor | None = None,
+        form: Form | None = None,
+    ) -> None:
+        self.kind, self.state, self.decay, self._flat, self._form = kind, state, decay, flat, form
         self._factor: Tensor | None = None
+
+    @property
+    def form(self) -> Form:
+        if self._form is None:
+            self._form = Form(self.kind, self.state.shape, self.state.dtype, self.state.device)
+        return self._form
 
     @staticmethod
     def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Affine:
@@ -101,26 +125,13 @@ class Affine:
         kind: Kind = "dense" if transition is not None else "scalar" if decay.ndim == state.ndim - 2 else "vector"
         return Affine(kind, state, decay.detach().to(state.dtype))
 
-    @staticmethod
-    def from_flat(kind: Kind, flat: Tensor, shape: torch.Size) -> Affine:
-        """The map that ``flat`` holds, for a state of this shape."""
-        count = math.prod(shape)
-        decay = None if kind == "none" else flat[count:].view(_decay_shape(kind, shape))
-        return Affine(kind, flat[:count].view(shape), decay, flat)
-
-    def empty_like(self) -> Affine:
-        """A map of the same form to receive into."""
-        count = self.state.numel() + (0 if self.decay is None else self.decay.numel())
-        flat = torch.empty(count, dtype=self.state.dtype, device=self.state.device)
-        return Affine.from_flat(self.kind, flat, self.state.shape)
-
     @property
     def flat(self) -> Tensor:
         """B and the decay, as a message."""
         if self._flat is None and self.decay is None:
             self._flat = self.state.view(-1)
         elif self._flat is None:
-            packed = self.empty_like()  # and two copies: torch.cat of meta tensors loads the compiler
+            packed = self.form.empty()  # and two copies: torch.cat of meta tensors loads the compiler
             packed.state.copy_(self.state)
             assert packed.decay is not None and self.decay is not None
             packed.decay.copy_(self.decay)
@@ -137,14 +148,15 @@ class Affine:
         """exp of the log decay, with the dimensions it lacks of the state; for a scalar or vector decay."""
         if self._factor is None:
             assert self.decay is not None
-            self._factor = self.decay.exp().view(*self.decay.shape, *(1,) * (self.state.ndim - self.decay.ndim))
+            missing = len(self.form.shape) - len(self.form.decay_shape)
+            self._factor = self.decay.exp().view(*self.form.decay_shape, *(1,) * missing)
         return self._factor
 
     def apply(self, state: Tensor | None) -> Tensor:
         """A state + B, in a new tensor; None is the zero state (and gives B itself)."""
         if state is None:
             return self.state
-        return self._apply_into(state, torch.empty(self.state.shape, dtype=self.state.dtype, device=self.state.device))
+        return self._apply_into(state, self.form.new_empty(*self.form.shape))
 
     def _apply_into(self, state: Tensor, out: Tensor) -> Tensor:
         if self.decay is None:
@@ -155,7 +167,7 @@ class Affine:
 
     def then(self, later: Affine) -> Affine:
         """First this map, then ``later``: (A2 A1, A2 B1 + B2). Associative; for dense maps not commutative."""
-        both = later.empty_like()
+        both = later.form.empty()
         later._apply_into(self.state, both.state)
         if self.decay is not None and later.decay is not None and both.decay is not None:
             if self.kind == "dense":
@@ -184,8 +196,3 @@ class Affine:
             piece._factor = factor
         return pieces
 
-
-def _decay_shape(kind: Kind, shape: torch.Size) -> tuple[int, ...]:
-    if kind == "scalar":
-        return tuple(shape[:-2])
-    return tuple(shape[:-1]) if kind == "vector" else (*shape[:-1], shape[-2])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.flop_counter import flop_registry
 
@@ -71,8 +72,6 @@ class CostMode(TorchDispatchMode):
         return out
 
     def _cost(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        if not self._machine.counts_operators:
-            return 0.0
         count = flop_registry.get(func._overloadpacket) or _FORMULAS.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count else 0
         touched = sum(t.numel() * t.element_size() for t in _tensors((args, tuple(kwargs.values()), out)))
@@ -91,6 +90,10 @@ class CostMode(TorchDispatchMode):
 @contextmanager
 def counting(machine: Machine, spend: Callable[[str, float], None], known: dict[Any, _Known]) -> Iterator[None]:
     """Count this thread's operators. Not by ``with CostMode()``, whose process-wide flags ranks would mix up."""
+    if not machine.counts_operators:
+        with FreeOperators():
+            yield
+        return
     _push_mode(CostMode(machine, spend, known))
     try:
         yield
@@ -98,6 +101,18 @@ def counting(machine: Machine, spend: Callable[[str, float], None], known: dict[
         _pop_mode()
 
 
+class FreeOperators(TorchFunctionMode):
+    """For a machine whose operators cost nothing: passes over those on meta tensors that torch takes 200 us to do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and isinstance(out := kwargs.get("out"), torch.Tensor) and out.is_meta:
+            return out
+        if func in _ELEMENTWISE and args[0].is_meta:
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+_ELEMENTWISE = {torch.exp, torch.Tensor.exp, torch.neg, torch.Tensor.neg}
 _memory: dict[Any, bool] = {}
 
 

@@ -77,7 +77,7 @@ class Mail:
 
         def finish() -> None:
             for peer, tag, number, flight, buffer in asked:
-                self._await(flight, f"for a message from rank {peer} in call {record.number}, {record}")
+                self._await(flight, f"for a message from rank {peer}", record)
                 _fill(buffer, flight, record, rank, peer)
                 route = self._routes[peer, rank, tag]
                 del route.flights[number]
@@ -105,7 +105,7 @@ class Mail:
 
         def finish() -> None:  # a send is over when it has arrived; its link was free again before that
             for peer, flight in flights:
-                self._await(flight, f"for rank {peer} to receive in call {record.number}, {record}")
+                self._await(flight, f"for rank {peer} to receive", record)
 
         return Pending(finish)
 
@@ -125,11 +125,11 @@ class Mail:
         for task in flight.waiters:
             self._scheduler.wake(task)
 
-    def _await(self, flight: Flight, words: str) -> None:
+    def _await(self, flight: Flight, words: str, record: CallRecord) -> None:
         task = self._scheduler.current
         if flight.arrival is None:
             flight.waiters.append(task)
-            self._scheduler.block(lambda: words)
+            self._scheduler.block(lambda: f"{words} in call {record.number}, {record}")
         assert flight.arrival is not None
         task.clock = max(task.clock, flight.arrival)
 

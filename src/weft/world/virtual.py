@@ -171,7 +171,8 @@ class VirtualWire:
         lines = self._board.lines
         if lines is not None:
             return lines.issue(self.rank, record, sends, expected)
-        return self._both(expected, self._board.mail.send(self.rank, record, sends))
+        with torch._C.DisableTorchFunction():  # what a network does is nobody's operator
+            return self._both(expected, self._board.mail.send(self.rank, record, sends))
 
     def exchange_on_host(
         self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
@@ -182,8 +183,9 @@ class VirtualWire:
     @staticmethod
     def _both(expected: Pending[None], sent: Pending[None]) -> Pending[None]:
         def finish() -> None:
-            expected.wait()
-            sent.wait()
+            with torch._C.DisableTorchFunction():
+                expected.wait()
+                sent.wait()
 
         return Pending(finish)
 

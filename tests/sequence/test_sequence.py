@@ -1,0 +1,133 @@
+"""`weft.sequence`: made once for each batch, passed to every layer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from ranks import verdicts
+from worlds import virtual_world
+
+import weft
+from weft.sequence.layout import LAYOUTS, lay_out
+
+SPLITS = ((6, 6, 6), (2, 15, 1), (6, 6, 6), (0, 0, 18), (5, 7, 6))
+
+
+def positions(lengths: tuple[int, ...], layout: str, rank: int) -> torch.Tensor:
+    runs = [run for run in lay_out(lengths, layout) if run.rank == rank]
+    return torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_give_the_same_with_and_without_it_for_any_split_at_any_time(layout: str, packed: bool) -> None:
+    """The total stays and the split changes from call to call: every call is right, and as right as with a sequence."""
+    make = torch.Generator().manual_seed(0)
+    whole = torch.randn(1, 18, 3, 4, generator=make, dtype=torch.float64)
+    bounds = (0, 4, 4, 13, 18) if packed else None
+    alone = {"cu_seqlens": bounds, "group": weft.Axis.over(weft.comm.wire.SoloWire())}
+    wanted = {
+        "attention": weft.attention(whole, whole, whole, causal=True, **alone),
+        "linear": weft.linear_attention(whole, whole, whole, **alone)[0],
+    }
+
+    def program(axis: weft.Axis) -> float:
+        worst = 0.0
+        for lengths in SPLITS:
+            at = positions(lengths, layout, axis.rank)
+            q = whole[:, at]
+            sequence = weft.sequence(len(at), layout=layout, cu_seqlens=bounds, group=axis)
+            assert sequence.lengths == lengths and sequence.total == 18
+            for options in ({"sequence": sequence}, {"layout": layout, "cu_seqlens": bounds, "group": axis}):
+                got = {
+                    "attention": weft.attention(q, q, q, causal=True, **options),
+                    "linear": weft.linear_attention(q, q, q, **options)[0],
+                }
+                for name in got:
+                    worst = max(worst, *(got[name] - wanted[name][:, at]).abs().flatten().tolist(), 0.0)
+        return worst
+
+    assert max(virtual_world(3).run(program).results) < 1e-12
+
+
+@pytest.mark.usefixtures("network")
+def test_one_exchange_for_each_batch_and_none_in_the_layers() -> None:
+    def program(axis: weft.Axis) -> tuple[int, int, int]:
+        with weft.record() as making:
+            sequence = weft.sequence(8, layout="zigzag", cu_seqlens=[0, 8, 24], group=axis)
+        q = torch.randn(1, 8, 2, 4, requires_grad=True)
+        with weft.record() as layers:
+            weft.attention(q, q, q, causal=True, sequence=sequence).sum().backward()
+            weft.linear_attention(q, q, q, sequence=sequence)[0].sum().backward()
+            weft.unshard(q.detach(), 1, sequence=sequence)
+        told = [event for event in layers.events if event.operation.endswith(".tell")]
+        return len(making.events), making.bytes_sent, len(told)
+
+    assert virtual_world(3).run(program).results == [(1, 2 * 24, 0)] * 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_are_within_documents(layout: str) -> None:
+    lengths, bounds = (5, 0, 7), (0, 3, 3, 10, 12)
+    numbers = torch.cat([torch.arange(end - start) for start, end in pairwise(bounds)])
+
+    def program(axis: weft.Axis) -> bool:
+        sequence = weft.sequence(lengths[axis.rank], layout=layout, cu_seqlens=torch.tensor(bounds), group=axis)
+        plain = weft.sequence(lengths[axis.rank], layout=layout, group=axis)
+        at = positions(lengths, layout, axis.rank)
+        return torch.equal(sequence.positions(), numbers[at]) and torch.equal(plain.positions(), at)
+
+    assert all(virtual_world(3).run(program).results)
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shard_and_unshard_follow_its_lengths(layout: str) -> None:
+    lengths = (5, 0, 7)
+    x = torch.randn(2, 12)
+
+    def program(axis: weft.Axis) -> bool:
+        sequence = weft.sequence(lengths[axis.rank], layout=layout, group=axis)
+        mine = weft.shard(x, 1, sequence=sequence)
+        assert torch.equal(mine, x[:, positions(lengths, layout, axis.rank)])
+        return torch.equal(weft.unshard(mine, 1, sequence=sequence), x)
+
+    assert all(virtual_world(3).run(program).results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"length": -1}, ValueError, "length must not be negative, got -1"),
+        ({"length": 2.5}, TypeError, "length must be an integer, got float"),
+        ({"length": 4, "layout": "stripes"}, ValueError, "layout 'stripes' is not one of contiguous, zigzag"),
+        ({"length": 4, "cu_seqlens": [0, 3, 2, 4]}, ValueError, "cu_seqlens must be integers that rise from 0"),
+        ({"length": 4, "cu_seqlens": [0, 5]}, ValueError, r"cu_seqlens end at 5, but the ranks hold \[4\], 4 tokens"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments, kind, words) -> None:
+    with pytest.raises(kind, match=words):
+        weft.sequence(**arguments)
+
+
+def test_what_it_holds_is_not_given_again() -> None:
+    q, sequence = torch.ones(1, 4, 2, 2), weft.sequence(4)
+    for attend in (weft.attention, weft.linear_attention):
+        for name, value in (("layout", "contiguous"), ("cu_seqlens", torch.tensor([0, 4])), ("group", sequence.axis)):
+            with pytest.raises(ValueError, match=f"{name} is part of sequence; leave it out"):
+                attend(q, q, q, sequence=sequence, **{name: value})
+        with pytest.raises(ValueError, match="holds 3 tokens, but 4 in sequence"):
+            attend(q[:, :3], q[:, :3], q[:, :3], sequence=sequence)
+        with pytest.raises(TypeError, match=r"sequence must be what weft\.sequence"):
+            attend(q, q, q, sequence="zigzag")
+
+
+@pytest.mark.usefixtures("network")
+def test_a_fault_of_one_rank_is_told_on_all() -> None:
+    words = verdicts(lambda axis: weft.sequence(-2 if axis.rank == 1 else 4, group=axis))
+    assert words == ["sequence: length must not be negative, got -2 (rank 1)"] * 3
+    words = verdicts(lambda axis: weft.sequence(4, layout="zigzag" if axis.rank == 2 else None, group=axis))
+    assert len(set(words)) == 1 and "rank 2 called sequence(layout=zigzag)" in words[0]

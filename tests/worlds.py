@@ -1,0 +1,28 @@
+"""Virtual worlds for tests of operations. Such a test runs on an ideal network and with NCCL's rules."""
+
+from __future__ import annotations
+
+import os
+
+import weft
+
+RULES = ("ideal", "nccl")
+_current = ["ideal"]
+
+
+def use_rules(rules: str) -> None:
+    """What `virtual_world` makes from now on: see the fixture ``network``."""
+    _current[0] = rules
+
+
+def virtual_world(size: int) -> weft.VirtualWorld:
+    return weft.VirtualWorld(size, rules=_current[0])
+
+
+def every(values):
+    """All of ``values`` on an ideal network; under NCCL's rules, where a program runs twice, a seventh of them.
+
+    `make soak` takes all of them there too.
+    """
+    values = list(values)
+    return values if _current[0] == "ideal" or "WEFT_SOAK" in os.environ else values[1::7] or values
