@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from weft.bench import attention, linear_attention, scan, trace
+from weft.bench import attention, linear_attention, network, scan, trace
 from weft.bench.report import Report, describe_machine
 from weft.bench.world import rank_pool
 from weft.world import Machine
@@ -74,6 +74,32 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
         _measure(report, lambda: attention.run(world, report, repeats, tokens))
 
 
+def bench_network(
+    latency: float, bandwidth: float, ranks: int | None = None, tokens: int = 1024, json: Path | None = None,
+    repeats: int = 5,
+) -> None:  # fmt: skip
+    """Scans and both attentions on links of a known delay and rate, beside their virtual time on such links.
+
+    "x gloo" is the measured time over the virtual time with Gloo's rule that a message waits for the word that its
+    receive is posted, "x ideal" over that of a network without it. All ranks must be on one host, whose clock they
+    share. Local work is measured without communication.
+
+    Args:
+        latency: Seconds a message is on its way, one way.
+        bandwidth: Bytes per second of a rank's link.
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        tokens: Tokens a rank holds of linear attention; a quarter of it of softmax attention.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+    """
+    machine = Machine(latency, bandwidth)
+    with rank_pool(ranks) as world:
+        facts = {"ranks": world.size, "latency": latency, "bandwidth": bandwidth, "tokens": tokens}
+        header = describe_machine(bench="network", **facts)
+        report = Report(network.layouts(world.size, machine), json, world.reports, header)
+        _measure(report, lambda: network.run(world, report, machine, repeats, tokens))
+
+
 def _measure(report: Report, work: Callable[[], None]) -> None:
     """Do the work and show what there is, also when the user stops it."""
     try:
@@ -121,6 +147,7 @@ def main() -> None:
     bench.command(name="scan")(bench_scan)
     bench.command(name="linear-attention")(bench_linear_attention)
     bench.command(name="attention")(bench_attention)
+    bench.command(name="network")(bench_network)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)
     app = tyro.extras.SubcommandApp()

@@ -74,7 +74,9 @@ def test_the_costs_in_the_table_are_those_of_the_schedules(size: int) -> None:
         if name == "tree":  # not every P needs all its rounds
             assert delays <= method.rounds(size) and states <= method.states(size, 4)
         elif name == "transpose":  # the own slice stays
-            assert delays == method.rounds(size) and 0.4 * method.states(size, 4) <= states <= method.states(size, 4)
+            assert delays == method.rounds(size) and 0.7 * method.states(size, 4) <= states <= 1.01 * method.states(
+                size, 4
+            )
         else:
             assert (delays, states) == (method.rounds(size), method.states(size, 4))
 

@@ -43,8 +43,8 @@ def test_a_receive_posted_early_costs_one_delay() -> None:
     assert elapsed(early, "gloo", machine=machine) == 5 + 1 + 5
 
 
-def test_links_are_taken_in_the_order_in_which_messages_can_leave() -> None:
-    """Rank 0 sends to 1 first, but 2 was ready earlier."""
+def test_on_gloo_messages_share_a_link() -> None:
+    """Rank 2 is ready after 5 s and has the link for itself for one; then both have half until the first is through."""
 
     def program(axis: weft.Axis) -> float:
         call, box = axis.begin("links"), torch.zeros(10)
@@ -59,12 +59,12 @@ def test_links_are_taken_in_the_order_in_which_messages_can_leave() -> None:
         return axis.wire.clock()
 
     run = weft.VirtualWorld(3, weft.Machine(5.0, 10.0, flops=2000.0), rules="gloo").run(program)
-    assert run.results == [5 + 4 + 4 + 5, 5 + 4 + 4 + 5, 5 + 4 + 5]
+    assert run.results == [6, 13 + 5, 12 + 5]  # a send is over when it leaves
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_scan_pays_the_word_once(method: str) -> None:
-    """Every receive of a schedule is posted at its start, so only the first round waits for a second delay."""
+    """Every receive of a schedule is posted at its start, so at most the first round waits for a second delay."""
 
     def scan(axis: weft.Axis) -> None:
         weft.exclusive_scan(torch.empty(2, 8, 8, device="meta"), method=method, group=axis)
@@ -72,7 +72,9 @@ def test_a_scan_pays_the_word_once(method: str) -> None:
     latency = weft.Machine(1.0, math.inf)
     for size in (2, 5, 6, 8):
         ideal, gloo = (elapsed(scan, rules, size, latency) for rules in ("ideal", "gloo"))
-        assert gloo == ideal + 1
+        assert gloo <= ideal + 1
+        if method in ("ring", "pipeline", "gather"):
+            assert gloo == ideal + 1
 
 
 @pytest.mark.parametrize("method", METHODS)

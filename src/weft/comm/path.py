@@ -56,7 +56,7 @@ class Expect:
 
 @dataclass(frozen=True)
 class Round:
-    """A round of a schedule: (place on the path, contiguous tensor to send). Numbers rise, and are the same at both ends.
+    """A round of a schedule: (place on the path, contiguous tensor to send). Numbers rise; both ends use the same.
 
     The schedule goes on when everything expected in this round is there and, unless ``sends_later``, what it sends
     has arrived. Tensors sent later must not be touched until the schedule has ended.

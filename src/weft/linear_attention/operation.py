@@ -53,8 +53,8 @@ def linear_attention(
     this rank's part (they add up to the whole); `initial_state` gets its gradient on the rank where the sequence
     begins; gradients of the final state add up over the ranks that use it.
 
-    ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given in
-    place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which the ranks tell their
+    ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given
+    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which the ranks tell their
     lengths. ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest.
 
     >>> q = k = v = torch.randn(1, 10, 2, 4)

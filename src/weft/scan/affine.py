@@ -195,4 +195,3 @@ class Affine:
         for piece, factor in zip(pieces, logs.exp().unsqueeze(-1).tensor_split(blocks), strict=True):
             piece._factor = factor
         return pieces
-

@@ -41,7 +41,7 @@ METHODS: dict[str, Method] = {
     "pipeline": Method(pipeline, lambda p: p - 1, lambda p, k: (p + k - 2) / k),
     "tree": Method(tree, lambda p: 2 * _log2(p) + 1, lambda p, k: 2 * _log2(p) + 1),
     "doubling": Method(doubling, _log2, lambda p, k: _log2(p)),
-    "transpose": Method(transpose, lambda p: 2, lambda p, k: 2),
+    "transpose": Method(transpose, lambda p: 2, lambda p, k: 2 * (p - 1) / p),
 }
 
 # What `choose` assumes of the network, until the planner knows better: a delay in seconds and a rate in bytes/s.

@@ -96,8 +96,8 @@ def settle(operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds |
     lengths = tuple(told[0] for told in call.told.wait())
     if bounds is not None and sum(lengths) != bounds[-1]:
         raise ValueError(
-            f"{operation}: cu_seqlens end at {bounds[-1]}, but the ranks hold {list(lengths)}, {sum(lengths)} tokens in "
-            f"all; they must be the boundaries in the whole sequence"
+            f"{operation}: cu_seqlens end at {bounds[-1]}, but the ranks hold {list(lengths)}, {sum(lengths)} tokens "
+            f"in all; they must be the boundaries in the whole sequence"
         )
     axis.counter.cache["sequence", layout] = lengths
     return Sequence(axis, layout, lengths, bounds)
@@ -155,7 +155,7 @@ def read_sequence(
             fault = ValueError(f"{operation}: {name} is part of sequence; leave it out {where}")
     if fault is None and length is not None and length != given.length:
         fault = ValueError(
-            f"{operation}: this rank holds {length} tokens, but {given.length} in sequence {where}; make a sequence for "
-            f"each batch"
+            f"{operation}: this rank holds {length} tokens, but {given.length} in sequence {where}; make a sequence "
+            f"for each batch"
         )
     return axis, given.layout, given.bounds, fault

@@ -208,7 +208,8 @@ class NcclLines:
             self._object(
                 {},
                 f"NCCL rule 2: call {a.record.number}, {a.record.operation}: rank {a.rank} sent "
-                f"{sent.tensor.numel()} x {sent.tensor.dtype}, rank {b.rank} expects {asked.tensor.numel()} x {asked.tensor.dtype}",
+                f"{sent.tensor.numel()} x {sent.tensor.dtype}, rank {b.rank} expects {asked.tensor.numel()} x "
+                f"{asked.tensor.dtype}",
             )
 
     def _object(self, records: dict[int, CallRecord], words: str) -> None:

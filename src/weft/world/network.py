@@ -1,14 +1,17 @@
 """The network of a virtual world: when a message leaves, when it arrives, and who waits for it.
 
-"ideal": a message leaves when it is sent. "gloo": it leaves when it is sent and the receiver's word that it is ready
-has come; the receiver gives that word when it posts the receive, and it takes a delay. (NCCL's network is in `nccl`.)
+"ideal": a message leaves when it is sent, messages of a rank leave one after the other, and a send is over when it has
+arrived. "gloo": a message leaves when it is sent and the receiver's word that it is ready has come; the receiver gives
+that word when it posts the receive, and it takes a delay. The messages of a rank share its link, as TCP connections
+do, and a send is over when it leaves: the system's buffers take it. (NCCL's network is in `nccl`.)
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -36,15 +39,68 @@ class Links:
         return self._free[rank] + self._machine.latency
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """One message, known to the sender, the receiver or both."""
 
     payload: torch.Tensor | None = None
     sent: float | None = None
     ready: float | None = None  # when the receiver's word reaches the sender
+    over: float | None = None  # when the sender need not wait any longer
     arrival: float | None = None
-    waiters: list[Task] = field(default_factory=list)
+    senders: list[Task] = field(default_factory=list)  # tasks that wait
+    receivers: list[Task] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        assert self.payload is not None
+        return self.payload.numel() * self.payload.element_size()
+
+
+class SharedLinks:
+    """Every rank's link, shared alike by its connections; the messages of a connection leave one after the other."""
+
+    def __init__(self, scheduler: Scheduler, machine: Machine, arrive: Callable[[Flight, float], None]) -> None:
+        self._scheduler, self._machine, self._arrive = scheduler, machine, arrive
+        # By rank and by peer: the messages that have not left whole, with the bytes of them that are left.
+        self._queues: dict[int, dict[int, deque[list[Any]]]] = defaultdict(dict)
+        self._clocks: dict[int, float] = defaultdict(float)
+        self._plans: dict[int, int] = defaultdict(int)
+
+    def carry(self, rank: int, peer: int, clock: float, flight: Flight) -> None:
+        """A message leaves at ``clock``."""
+        self._advance(rank, clock)
+        self._queues[rank].setdefault(peer, deque()).append([flight, float(flight.size)])
+        self._plan(rank)
+
+    def _advance(self, rank: int, clock: float) -> None:
+        """Let the link work until ``clock``, at most until one message is through."""
+        queues = self._queues[rank]
+        each = (clock - self._clocks[rank]) * self._machine.bandwidth / len(queues) if queues else 0.0
+        self._clocks[rank] = clock
+        for peer in list(queues):
+            first = queues[peer][0]
+            first[1] -= each
+            if first[1] <= 1e-9 * first[0].size:
+                queues[peer].popleft()
+                self._arrive(first[0], clock + self._machine.latency)
+                if not queues[peer]:
+                    del queues[peer]
+
+    def _plan(self, rank: int) -> None:
+        """Come back when the next message is through; what was planned before is void."""
+        queues = self._queues[rank]
+        self._plans[rank] += 1
+        if queues:
+            number = self._plans[rank]
+            left = min(queue[0][1] for queue in queues.values())
+            clock = self._clocks[rank] + max(0.0, left) * len(queues) / self._machine.bandwidth
+            self._scheduler.at(clock, lambda: self._come_back(rank, number, clock))
+
+    def _come_back(self, rank: int, number: int, clock: float) -> None:
+        if number == self._plans[rank]:
+            self._advance(rank, clock)
+            self._plan(rank)
 
 
 @dataclass
@@ -59,8 +115,10 @@ class _Route:
 class Mail:
     """Messages that meet by peer and tag, whatever else is on its way."""
 
-    def __init__(self, scheduler: Scheduler, links: Links, handshake: bool) -> None:
-        self._scheduler, self._links, self._handshake = scheduler, links, handshake
+    def __init__(self, scheduler: Scheduler, links: Links, tcp: Machine | None = None) -> None:
+        """With ``tcp`` by Gloo's rules on that machine, else on ``links``."""
+        self._scheduler, self._links = scheduler, links
+        self._shared = None if tcp is None else SharedLinks(scheduler, tcp, self._arrive)
         self._routes: dict[tuple[int, int, int], _Route] = defaultdict(_Route)
 
     def expect(self, rank: int, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
@@ -72,12 +130,14 @@ class Mail:
             asked.append((peer, tag, route.asked, flight, buffer))
             route.asked += 1
             flight.ready = clock + self._links.latency
-            if self._handshake and flight.sent is not None:
-                self._set_off(peer, flight)
+            if self._shared is not None and flight.sent is not None:
+                self._set_off(peer, rank, flight)
 
         def finish() -> None:
             for peer, tag, number, flight, buffer in asked:
-                self._await(flight, f"for a message from rank {peer}", record)
+                if flight.arrival is None:
+                    self._block(flight.receivers, f"for a message from rank {peer}", record)
+                self._pass_time(flight.arrival)
                 _fill(buffer, flight, record, rank, peer)
                 route = self._routes[peer, rank, tag]
                 del route.flights[number]
@@ -97,41 +157,50 @@ class Mail:
             route.sent += 1
             flight.payload = tensor if tensor.is_meta else tensor.detach().clone()
             flight.sent = scheduler.current.clock
-            if not self._handshake:
-                self._leave(rank, flight, flight.sent)
+            if self._shared is None:
+                self._arrive(flight, self._links.carry(rank, flight.sent, flight.size))
+                flight.over = flight.arrival
             elif flight.ready is not None:
-                self._set_off(rank, flight)
+                self._set_off(rank, peer, flight)
             flights.append((peer, flight))
 
-        def finish() -> None:  # a send is over when it has arrived; its link was free again before that
+        def finish() -> None:
             for peer, flight in flights:
-                self._await(flight, f"for rank {peer} to receive", record)
+                if flight.over is None:
+                    self._block(flight.senders, f"for rank {peer} to receive", record)
+                self._pass_time(flight.over)
 
         return Pending(finish)
 
-    def _set_off(self, source: int, flight: Flight) -> None:
+    def _set_off(self, source: int, target: int, flight: Flight) -> None:
         """Both ends are known: the message leaves at the later of the two moments."""
         assert flight.sent is not None and flight.ready is not None
         leaves = max(flight.sent, flight.ready)
         if leaves <= self._scheduler.current.clock:
-            self._leave(source, flight, leaves)
+            self._leave(source, target, flight, leaves)
         else:
-            self._scheduler.at(leaves, lambda: self._leave(source, flight, leaves))
+            self._scheduler.at(leaves, lambda: self._leave(source, target, flight, leaves))
 
-    def _leave(self, source: int, flight: Flight, clock: float) -> None:
-        assert flight.payload is not None
-        size = flight.payload.numel() * flight.payload.element_size()
-        flight.arrival = self._links.carry(source, clock, size)
-        for task in flight.waiters:
+    def _leave(self, source: int, target: int, flight: Flight, clock: float) -> None:
+        assert self._shared is not None
+        flight.over = clock
+        for task in flight.senders:
+            self._scheduler.wake(task)
+        self._shared.carry(source, target, clock, flight)
+
+    def _arrive(self, flight: Flight, clock: float) -> None:
+        flight.arrival = clock
+        for task in flight.receivers:
             self._scheduler.wake(task)
 
-    def _await(self, flight: Flight, words: str, record: CallRecord) -> None:
+    def _block(self, waiters: list[Task], words: str, record: CallRecord) -> None:
+        waiters.append(self._scheduler.current)
+        self._scheduler.block(lambda: f"{words} in call {record.number}, {record}")
+
+    def _pass_time(self, until: float | None) -> None:
         task = self._scheduler.current
-        if flight.arrival is None:
-            flight.waiters.append(task)
-            self._scheduler.block(lambda: f"{words} in call {record.number}, {record}")
-        assert flight.arrival is not None
-        task.clock = max(task.clock, flight.arrival)
+        assert until is not None
+        task.clock = max(task.clock, until)
 
 
 def _fill(buffer: torch.Tensor, flight: Flight, record: CallRecord, rank: int, peer: int) -> None:

@@ -76,7 +76,7 @@ class _Switchboard:
         self.size, self.machine = world.size, world.machine
         self.scheduler = Scheduler(world.size, self._explain_deadlock)
         links = Links(world.size, world.machine)
-        self.mail = Mail(self.scheduler, links, handshake=world.rules == "gloo" and world.machine is not None)
+        self.mail = Mail(self.scheduler, links, tcp=world.machine if world.rules == "gloo" else None)
         self.lines: NcclLines | None = None
         if world.rules == "nccl":
             self.lines = NcclLines(self.scheduler, links, world.size, host_blocks, connected)
