@@ -17,7 +17,8 @@ check: .venv/ready
 	$(BIN)/lint-imports
 
 soak: .venv/ready
-	$(BIN)/pytest -m slow --timeout 900
+	$(BIN)/pytest -m slow --timeout 1200 --numprocesses 2 --dist loadgroup
+	WEFT_SOAK=1 $(BIN)/pytest -m "not slow" -k nccl --timeout 1200 --numprocesses 2 --dist loadgroup
 
 bench: .venv/ready
 	$(BIN)/weft bench scan --ranks 4 --json bench-scan.json

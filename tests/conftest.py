@@ -12,7 +12,7 @@ from worlds import RULES, use_rules
 from weft.world.launch import ProcessWorld
 
 torch.set_num_threads(1)
-settings.register_profile("weft", deadline=None, max_examples=60, derandomize="CI" in os.environ)
+settings.register_profile("weft", deadline=None, max_examples=40, derandomize="CI" in os.environ)
 settings.load_profile("weft")
 
 

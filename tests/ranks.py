@@ -11,7 +11,7 @@ from worlds import virtual_world
 import weft
 
 
-def verdicts(program: Callable[[weft.Axis], object], size: int = 3) -> list[str]:
+def errors_of(program: Callable[[weft.Axis], object], size: int = 3) -> list[str]:
     """What a virtual world's ranks raised as ValueError, one message for each rank that did."""
 
     def run(axis: weft.Axis) -> str | None:

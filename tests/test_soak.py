@@ -52,6 +52,7 @@ def many_calls(axis: weft.Axis, count: int) -> float:
     return worst
 
 
+@pytest.mark.processes
 def test_a_thousand_random_calls_on_gloo() -> None:
     with ProcessWorld(5, timeout=timedelta(seconds=60)) as world:
         assert max(world.run(many_calls, 1000)) < 1e-4

@@ -78,7 +78,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank {shown}" if len(listed) == 1 else f"ranks {shown}"
 
 
-def find_verdict(records: Mapping[int, CallRecord], size: int) -> Fault | None:
+def diagnose(records: Mapping[int, CallRecord], size: int) -> Fault | None:
     """What is wrong with the same call on several ranks: the first rank's fault, else a disagreement, else None.
 
     ``records`` maps a rank to its call; a rank that has not been heard of is absent.

@@ -155,7 +155,7 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tiles")
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(drawn())
 def test_drawn_combinations(drawn: tuple[Case, tuple[int, ...], str, dict[str, object]]) -> None:
     case, lengths, layout, options = drawn

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ranks import verdicts
+from ranks import errors_of
 from test_attention_reference import distance
 
 import weft
@@ -85,14 +85,14 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
             **{"q": plain, "k": plain, "v": plain, "method": "gather", **(odd if axis.rank == 1 else {})}, group=axis
         )
 
-    caught = verdicts(program)
+    caught = errors_of(program)
     assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
 
 
 @pytest.mark.usefixtures("network")
 def test_ulysses_names_the_methods_that_work() -> None:
     q = Q.detach()
-    caught = verdicts(lambda axis: attention(q, q, q, method="ulysses", group=axis), size=4)
+    caught = errors_of(lambda axis: attention(q, q, q, method="ulysses", group=axis), size=4)
     assert len(caught) == 4
     assert all("4 ranks do not divide 6 heads and 6 key/value heads" in words for words in caught)
     assert all("; gather and ring take any number" in words for words in caught)
@@ -101,7 +101,7 @@ def test_ulysses_names_the_methods_that_work() -> None:
 @pytest.mark.usefixtures("network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     q = Q.detach()
-    caught = verdicts(lambda axis: attention(q, q, q, cu_seqlens=torch.tensor([0, 17]), group=axis))
+    caught = errors_of(lambda axis: attention(q, q, q, cu_seqlens=torch.tensor([0, 17]), group=axis))
     assert len(caught) == 3 and all("end at 17, but the ranks hold [6, 6, 6], 18 tokens" in words for words in caught)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import verdicts
+from ranks import errors_of
 
 import weft
 
@@ -62,13 +62,13 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
             common["cu_seqlens"] = torch.tensor([0, 9, 18])
         weft.linear_attention(Q, Q, V, **{**common, **(odd if axis.rank == 1 else {})}, group=axis)
 
-    caught = verdicts(program)
+    caught = errors_of(program)
     assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
 
 
 @pytest.mark.usefixtures("network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
-    caught = verdicts(lambda axis: weft.linear_attention(Q, Q, V, cu_seqlens=torch.tensor([0, 17])))
+    caught = errors_of(lambda axis: weft.linear_attention(Q, Q, V, cu_seqlens=torch.tensor([0, 17])))
     assert len(caught) == 3 and all(
         "cu_seqlens end at 17, but the ranks hold [6, 6, 6], 18 tokens" in c for c in caught
     )

@@ -85,7 +85,7 @@ def test_the_costs_in_the_table_are_those_of_the_schedules(size: int) -> None:
 def test_auto_takes_what_is_fastest_in_virtual_time(size: int) -> None:
     """With the network `choose` assumes, for states from 16 KB to 8 MB."""
     machine = weft.Machine(LATENCY, BANDWIDTH)
-    for heads in (1, 8, 64, 512):
+    for heads in (1, 8, 64, 512) if size < 64 else (8,):
         state = torch.empty(heads, 64, 64, device="meta")
 
         def seconds(method: str) -> float:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ranks import verdicts
+from ranks import errors_of
 from worlds import virtual_world
 
 import weft
@@ -127,7 +127,7 @@ def test_what_it_holds_is_not_given_again() -> None:
 
 @pytest.mark.usefixtures("network")
 def test_a_fault_of_one_rank_is_told_on_all() -> None:
-    words = verdicts(lambda axis: weft.sequence(-2 if axis.rank == 1 else 4, group=axis))
+    words = errors_of(lambda axis: weft.sequence(-2 if axis.rank == 1 else 4, group=axis))
     assert words == ["sequence: length must not be negative, got -2 (rank 1)"] * 3
-    words = verdicts(lambda axis: weft.sequence(4, layout="zigzag" if axis.rank == 2 else None, group=axis))
+    words = errors_of(lambda axis: weft.sequence(4, layout="zigzag" if axis.rank == 2 else None, group=axis))
     assert len(set(words)) == 1 and "rank 2 called sequence(layout=zigzag)" in words[0]

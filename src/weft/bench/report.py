@@ -61,9 +61,11 @@ class Report:
 
     @contextmanager
     def progress(self, steps: int, label: str) -> Iterator[Callable[[], None]]:
-        """A bar on a terminal; elsewhere a line when the first sample has been taken."""
+        """A bar on a terminal; elsewhere a line at the start and one when the first sample has been kept."""
         if not self.shown or not sys.stderr.isatty():
             taken = itertools.count()
+            if self.shown:
+                print(f"{label}: warming up", file=sys.stderr)
             yield lambda: None if next(taken) or not self.shown else print(f"{label}: measuring", file=sys.stderr)
             return
         with Progress(console=Console(stderr=True)) as bar:

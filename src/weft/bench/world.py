@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -66,5 +67,7 @@ def rank_pool(ranks: int | None) -> Iterator[RankPool]:
                 raise ValueError(f"--ranks {ranks} does not fit the {axis.size} ranks torchrun started; leave it out")
             yield _Joined(axis)
             return
-    with ProcessWorld(4 if ranks is None else ranks) as world:
+    count = 4 if ranks is None else ranks
+    print(f"starting {count} ranks", file=sys.stderr)
+    with ProcessWorld(count) as world:
         yield _Local(world)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from weft.errors import CallRecord, CommError, Fault, error_of, fault_of, find_verdict, name_ranks
+from weft.errors import CallRecord, CommError, Fault, diagnose, error_of, fault_of, name_ranks
 
 PATIENCE = 1.0  # seconds a wait may last before the others are looked up
 PERIOD = 0.25  # seconds between two looks
@@ -93,19 +93,19 @@ class HangDetector:
         self._waits[object()] = Wait(time.monotonic(), record, is_over=is_over)
 
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
-        """Rank 0 of the axis compares everybody's call and leaves the verdict: two store operations for each rank."""
+        """Rank 0 of the axis compares everybody's call and leaves the diagnosis: two store operations for each rank."""
         where = f"agree/{record.counter}/{record.number}"
         self._store.set(f"{where}/{self._rank}", _dump([record]))
         if self._rank == members[0]:
             keys = [f"{where}/{member}" for member in members]
             self._await(record, keys, members)
             records = {index: _load(self._store.get(key))[0] for index, key in enumerate(keys)}
-            self._store.set(f"{where}/verdict", json.dumps(find_verdict(records, len(members))))
+            self._store.set(f"{where}/diagnosis", json.dumps(diagnose(records, len(members))))
         else:
-            self._await(record, [f"{where}/verdict"], members[:1])
-        if verdict := json.loads(self._store.get(f"{where}/verdict")):
+            self._await(record, [f"{where}/diagnosis"], members[:1])
+        if diagnosis := json.loads(self._store.get(f"{where}/diagnosis")):
             self._forget(record)
-            raise error_of(tuple(verdict) if record.fault is None else record.fault)
+            raise error_of(tuple(diagnosis) if record.fault is None else record.fault)
 
     def _forget(self, record: CallRecord) -> None:
         """The call did not take place."""
@@ -218,8 +218,8 @@ class HangDetector:
             operations = {record.operation for record in heard[call].values()}
             # Ranks that agree first, or tell in one operation, find out by themselves when the last one comes.
             resolves = stuck[call] <= {"agree"} or (stuck[call] <= {"agree", "tell"} and len(operations) == 1)
-            if not resolves and (verdict := find_verdict(heard[call], self._size)):
-                return verdict
+            if not resolves and (diagnosis := diagnose(heard[call], self._size)):
+                return diagnosis
         return None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.comm.counter import mix
 from weft.comm.wire import Pending
-from weft.errors import CallRecord, error_of, find_verdict
+from weft.errors import CallRecord, diagnose, error_of
 
 if TYPE_CHECKING:
     from weft.comm.call import Call
@@ -35,7 +35,7 @@ def tell(call: Call, numbers: Sequence[int]) -> Pending[list[tuple[int, ...]]]:
     def finish() -> list[tuple[int, ...]]:
         table = [tuple(row) for row in coming.wait().tolist()]
         if any(row[0] or row[1] != digest for row in table):
-            _raise_verdict(call)
+            _raise_diagnosis(call)
         return [row[2:] for row in table]
 
     return Pending(finish)
@@ -72,7 +72,7 @@ def _share(call: Call, mine: Tensor, purpose: str) -> Pending[Tensor]:
     return Pending(finish)
 
 
-def _raise_verdict(call: Call) -> None:
+def _raise_diagnosis(call: Call) -> None:
     """Exchange records as text; raise the first rank's fault or the disagreement. `Axis.begin` raises the own fault."""
     record = call.record
     words = json.dumps([record.operation, record.signature, record.fault]).encode()
@@ -88,6 +88,6 @@ def _raise_verdict(call: Call) -> None:
         operation, signature, fault = json.loads(bytes(told[rank, :size].tolist()))
         pairs = tuple((name, value) for name, value in signature)
         records[rank] = CallRecord(record.counter, record.number, operation, pairs, 0, fault and tuple(fault))
-    verdict = find_verdict(records, call.size)
-    assert verdict is not None, "digests differ, so do the signatures"
-    raise error_of(verdict)
+    diagnosis = diagnose(records, call.size)
+    assert diagnosis is not None, "digests differ, so do the signatures"
+    raise error_of(diagnosis)

@@ -150,7 +150,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta
                 return
             except BaseException as error:
                 answer = (False, (error, traceback.format_exc()))
-            pipe.send_bytes(_pickled(answer))
+            try:
+                pipe.send_bytes(_pickled(answer))
+            except OSError:  # nobody waits for it any more
+                return
 
 
 def _follow_parent() -> None:

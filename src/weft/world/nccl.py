@@ -26,7 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.wire import Pending, WireMessage
-from weft.errors import CallRecord, DisagreementError, NcclRuleError, find_verdict, name_ranks
+from weft.errors import CallRecord, DisagreementError, NcclRuleError, diagnose, name_ranks
 from weft.world.network import Links
 from weft.world.scheduler import Scheduler, Task
 
@@ -215,9 +215,9 @@ class NcclLines:
     def _object(self, records: dict[int, CallRecord], words: str) -> None:
         """Raise: as a disagreement where ranks made the same call differently, else as a broken rule."""
         if len({(record.counter, record.number) for record in records.values()}) == 1 and (
-            verdict := find_verdict(records, 0)
+            diagnosis := diagnose(records, 0)
         ):
-            raise DisagreementError(verdict[1])
+            raise DisagreementError(diagnosis[1])
         raise NcclRuleError(words)
 
     def _start(self, group: _Group) -> None:

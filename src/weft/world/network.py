@@ -8,6 +8,7 @@ do, and a send is over when it leaves: the system's buffers take it. (NCCL's net
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,9 @@ class SharedLinks:
 
     def carry(self, rank: int, peer: int, clock: float, flight: Flight) -> None:
         """A message leaves at ``clock``."""
+        if self._machine.bandwidth == math.inf:
+            self._arrive(flight, clock + self._machine.latency)
+            return
         self._advance(rank, clock)
         self._queues[rank].setdefault(peer, deque()).append([flight, float(flight.size)])
         self._plan(rank)

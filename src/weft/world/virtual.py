@@ -14,7 +14,7 @@ from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
 from weft.comm.ledger import Event, Ledger
 from weft.comm.wire import Pending, WireMessage
-from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, error_of, find_verdict, name_ranks
+from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, diagnose, error_of, name_ranks
 from weft.world.cost import counting
 from weft.world.machine import Machine
 from weft.world.nccl import HostReads, NcclLines
@@ -86,7 +86,7 @@ class _Switchboard:
         self.calls: list[dict[str, CallRecord]] = [{} for _ in range(world.size)]
         self.refusals: list[CallRecord | None] = [None] * world.size
         self.comparing: dict[tuple[str, int], dict[int, CallRecord]] = defaultdict(dict)
-        self.verdicts: dict[tuple[str, int], Fault | None] = {}
+        self.diagnoses: dict[tuple[str, int], Fault | None] = {}
         self.readers: dict[tuple[str, int], list[Task]] = defaultdict(list)
 
     def run(self, fn: Callable[[Axis], T]) -> WorldRun[T]:
@@ -135,8 +135,8 @@ class _Switchboard:
         for records in latest.values():
             number = min(record.number for record in records.values())
             at_once = {rank: record for rank, record in records.items() if record.number == number}
-            if verdict := find_verdict(at_once, 0):
-                return error_of(verdict)
+            if diagnosis := diagnose(at_once, 0):
+                return error_of(diagnosis)
         rows = [f"rank {task.rank} waits {task.waits_for()}" for task in blocked[:16] if task.waits_for]
         more = f"; and {len(blocked) - 16} more" if len(blocked) > 16 else ""
         kind = DeadlockError if self.lines is None else NcclRuleError
@@ -243,9 +243,9 @@ class VirtualWire:
             )
         else:
             records = {index: posted[member] for index, member in enumerate(members)}
-            board.verdicts[where] = find_verdict(records, len(members))
+            board.diagnoses[where] = diagnose(records, len(members))
             del board.comparing[where]
             for reader in board.readers.pop(where, []):
                 scheduler.wake(reader)
-        if (verdict := board.verdicts[where]) is not None:
-            raise error_of(verdict if record.fault is None else record.fault)
+        if (diagnosis := board.diagnoses[where]) is not None:
+            raise error_of(diagnosis if record.fault is None else record.fault)
