@@ -119,27 +119,30 @@ def _pack(size: int, tensors: Sequence[Tensor], part: slice, kv_heads: int) -> T
 
 def _to_heads(call: Call, plan: AttentionPlan, packed: Tensor, widths: Sequence[int]) -> Pending[list[Tensor]]:
     """Each tensor becomes ``[B, total, n, D]`` of a part of this rank's heads, in the order of the sequence."""
-    coming = call.all_to_all(list(packed), plan.lengths)
+    whole = packed.new_empty(sum(plan.lengths), *packed.shape[2:])
+    coming = call.all_to_all(list(packed), plan.lengths, into=whole)
 
     def finish() -> list[Tensor]:
-        slices = coming.wait()
-        whole = torch.cat([slices[run.rank][run.start : run.start + run.length] for run in plan.runs])
-        return [x.transpose(0, 1) for x in whole.split(list(widths), dim=2)]
+        slices, ordered = coming.wait(), whole
+        if len(plan.runs) > call.size:  # zigzag: the ranks' slices are not in the order of the sequence
+            ordered = torch.cat([slices[run.rank][run.start : run.start + run.length] for run in plan.runs])
+        return [x.transpose(0, 1) for x in ordered.split(list(widths), dim=2)]
 
     return Pending(finish)
 
 
 def _to_tokens(call: Call, plan: AttentionPlan, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
     """The way back: ``[B, total, n, D]`` of this rank's heads becomes ``[B, S, P, n, D]`` of its tokens."""
-    whole = torch.cat([x.transpose(0, 1) for x in tensors], dim=2)
-    outgoing = [
-        torch.cat([whole[run.offset : run.offset + run.length] for run in plan.runs if run.rank == rank])
-        for rank in range(call.size)
-    ]
-    coming = call.all_to_all(outgoing)
+    whole = torch.cat([x.transpose(0, 1) for x in tensors], dim=2).contiguous()
+    runs = [[whole[r.offset : r.offset + r.length] for r in plan.runs if r.rank == rank] for rank in range(call.size)]
+    outgoing = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in runs]
+    tokens = plan.lengths[call.rank]
+    back = whole.new_empty(call.size * tokens, *whole.shape[1:])
+    coming = call.all_to_all(outgoing, into=back)
 
     def finish() -> list[Tensor]:
-        joined = torch.stack(coming.wait())  # [P, S, B, heads of all tensors, D]
+        coming.wait()
+        joined = back.view(call.size, tokens, *back.shape[1:])  # [P, S, B, heads of all tensors, D]
         return [x.permute(2, 1, 0, 3, 4) for x in joined.split([x.shape[2] for x in tensors], dim=3)]
 
     return Pending(finish)

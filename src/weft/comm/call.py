@@ -140,16 +140,24 @@ class Call:
         """Everybody's ``mine``, by rank; the own one is not copied. ``rows``: its length on each rank, if uneven."""
         return self.all_to_all([mine] * self.size, rows)
 
-    def all_to_all(self, outgoing: Sequence[Tensor], rows: Sequence[int] | None = None) -> Pending[list[Tensor]]:
+    def all_to_all(
+        self, outgoing: Sequence[Tensor], rows: Sequence[int] | None = None, into: Tensor | None = None
+    ) -> Pending[list[Tensor]]:
         """``outgoing[r]`` to rank r; what every rank sent here, by rank. The own one is not copied.
 
-        ``rows``: how many rows each rank sends here; if left out, as many as ``outgoing`` has for this rank.
+        ``rows``: how many rows each rank sends here; if left out, as many as ``outgoing`` has for this rank. ``into``:
+        memory for all of them, one after the other; then the own ones are copied there.
         """
         mine = outgoing[self.rank].contiguous()
         counts = [len(mine)] * self.size if rows is None else rows
-        boxes = [
-            mine if rank == self.rank else mine.new_empty(counts[rank], *mine.shape[1:]) for rank in range(self.size)
-        ]
+        if into is None:
+            boxes = [
+                mine if rank == self.rank else mine.new_empty(counts[rank], *mine.shape[1:])
+                for rank in range(self.size)
+            ]
+        else:
+            boxes = list(into.split(list(counts)))
+            boxes[self.rank].copy_(mine)
         sends = [(rank, outgoing[rank].contiguous()) for rank in self.others]
         pending = self.exchange(sends, [(rank, boxes[rank]) for rank in self.others])
 
