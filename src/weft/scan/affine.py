@@ -87,7 +87,7 @@ class Affine:
     | kind   | decay held         | A                                    |
     |--------|--------------------|--------------------------------------|
     | none   | nothing            | 1                                    |
-    | scalar | log, ``[...]``     | exp(log), one number a leading index |
+    | scalar | log, ``[...]``     | exp(log), one number per leading index |
     | vector | log, ``[..., K]``  | diag(exp(log)), scales the rows      |
     | dense  | ``[..., K, K]``    | the matrix itself                    |
 

@@ -31,8 +31,8 @@ def exclusive_scan(
     | argument     | shape                          | A                                        |
     |--------------|--------------------------------|------------------------------------------|
     | (neither)    |                                | 1                                        |
-    | `log_decay`  | ``state.shape[:-2]``           | exp(log_decay), one number a state       |
-    | `log_decay`  | ``state.shape[:-1]``           | diag(exp(log_decay)), one number a key   |
+    | `log_decay`  | ``state.shape[:-2]``           | exp(log_decay), one number per state     |
+    | `log_decay`  | ``state.shape[:-1]``           | diag(exp(log_decay)), one number per key |
     | `transition` | ``[..., K, K]``                | the matrix                               |
 
     state: ``[..., K, V]``, the same shape and dtype on every rank of ``group``. Returns a tensor like it:
@@ -42,7 +42,7 @@ def exclusive_scan(
     same method. Computed and sent in fp32 (fp64 for fp64).
 
     What crosses ranks depends on ``method``, a name of `weft.scan.METHODS`; ``blocks`` is how many pieces
-    ``pipeline`` cuts the state into (at most one a row; dense transitions: a column).
+    ``pipeline`` cuts the state into (at most one per row; dense transitions: per column).
 
     >>> exclusive_scan(torch.ones(2, 3)).sum()          # a world of one: nothing enters
     tensor(0.)

@@ -146,7 +146,9 @@ def read_sequence(
         layout = "contiguous" if layout is None else layout
         return axis, layout, bounds, fault or find_layout_fault(operation, layout, axis.rank)
     if not isinstance(given, Sequence):
-        raise TypeError(f"{operation}: sequence must be what weft.sequence(...) returns, got {type(given).__name__}")
+        axis, kind = Axis.of(group), type(given).__name__
+        words = f"{operation}: sequence must be what weft.sequence(...) returns, got {kind} (rank {axis.rank})"
+        return axis, "contiguous", None, TypeError(words)
     axis = given.axis
     where = f"(rank {axis.rank})"
     fault = None

@@ -55,7 +55,7 @@ def unshard(
     axis, layout, _, fault = read_sequence("unshard", length, layout, None, group, sequence)
     if fault is None and length is None:
         fault = ValueError(f"unshard: dim {dim} is not one of x {list(x.shape)} (rank {axis.rank})")
-    return _Unshard.apply(x, dim % max(1, x.ndim), layout, axis, sequence, fault)
+    return _Unshard.apply(x, dim % max(1, x.ndim), layout, axis, None if fault else sequence, fault)
 
 
 @dataclass(frozen=True)
