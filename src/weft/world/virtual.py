@@ -16,8 +16,8 @@ from weft.comm.ledger import Event, Ledger
 from weft.comm.wire import Pending, WireMessage
 from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, diagnose, error_of, name_ranks
 from weft.world.cost import counting
-from weft.world.machine import Machine
 from weft.world.host_reads import HostReads
+from weft.world.machine import Machine
 from weft.world.nccl import NcclLines
 from weft.world.network import Links, Mail
 from weft.world.scheduler import Scheduler, Task
