@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from weft.cli import main
 from weft.scan import METHODS
 
 pytestmark = pytest.mark.processes
@@ -111,21 +113,38 @@ def test_ctrl_c_before_the_first_sample_ends_it_too(line: str) -> None:
     assert code in (0, 130), err  # 0 if the table could be shown all the same
 
 
-def test_trace_writes_a_timeline_and_refuses_an_unknown_method(tmp_path: Path) -> None:
-    good = run("trace", "scan", "--out", str(tmp_path / "t.json"), "--method", "ring", "--ranks", "5")
-    assert good.returncode == 0 and "ring on 5 ranks" in good.stdout and "4 rounds" in good.stdout
+@pytest.fixture
+def call_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command in this process, where torch is already imported: its exit code."""
+
+    def call(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["weft", *words])
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    return call
+
+
+def test_trace_writes_a_timeline_and_refuses_an_unknown_method(
+    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call_main("trace", "scan", "--out", str(tmp_path / "t.json"), "--method", "ring", "--ranks", "5") == 0
+    said = capsys.readouterr().out
+    assert "ring on 5 ranks" in said and "4 rounds" in said
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    bad = run("trace", "scan", "--out", str(tmp_path / "u.json"), "--method", "bush")
-    assert bad.returncode == 2 and "method 'bush' is not one of ring" in bad.stderr
+    assert call_main("trace", "scan", "--out", str(tmp_path / "u.json"), "--method", "bush") == 2
+    assert "method 'bush' is not one of ring" in capsys.readouterr().err
     assert not (tmp_path / "u.json").exists()
 
 
-@pytest.mark.parametrize("words", [["--help"], ["bench", "--help"], ["bench", "scan", "--help"]])
-def test_help_is_there(words: list[str]) -> None:
-    result = run(*words)
-    assert result.returncode == 0 and "bench" in result.stdout
+def test_help_is_there(call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["bench", "--help"], ["bench", "scan", "--help"]):
+        assert call_main(*words) == 0 and "bench" in capsys.readouterr().out
 
 
-def test_a_wrong_number_of_ranks_is_told() -> None:
-    result = run("bench", "scan", "--ranks", "0", *QUICK)
-    assert result.returncode == 2 and "ranks must be at least 1" in result.stderr
+def test_a_wrong_number_of_ranks_is_told(call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_main("bench", "scan", "--ranks", "0", *QUICK) == 2
+    assert "ranks must be at least 1" in capsys.readouterr().err

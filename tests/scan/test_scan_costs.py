@@ -115,4 +115,4 @@ def test_a_thousand_ranks_in_seconds() -> None:
     state = 8 * 64 * 64 * 4
     assert result.elapsed == pytest.approx(10 * 1e-6 + (10 * state + 9 * 32) / 1e9)
     assert seconds[1024] < 60  # 5 to 10 where this was written, whose speed varies
-    assert seconds[1024] < 2 * (1024 * 10) / (128 * 7) * seconds[128]  # by ranks and rounds, and no worse
+    assert seconds[1024] < 4 * (1024 * 10) / (128 * 7) * seconds[128]  # by ranks and rounds, not by ranks squared
