@@ -19,8 +19,17 @@ pytestmark = pytest.mark.processes
 QUICK = ["--repeats", "1", "--calls", "1"]
 
 
+# A shell starts background jobs with Ctrl-C ignored, and Python keeps it so: these tests must not depend on it.
+PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from weft.cli import main
+main()
+"""
+
+
 def weft_command(*words: str) -> list[str]:
-    return [sys.executable, "-c", "from weft.cli import main; main()", *words]
+    return [sys.executable, "-c", PROGRAM, *words]
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
