@@ -2,16 +2,23 @@
 
 from weft.attention import attention, head_strides
 from weft.comm import Axis, record
+from weft.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
 from weft.linear_attention import linear_attention
+from weft.optim import RowAdam, clip_grad_norm_
 from weft.scan import exclusive_scan
 from weft.sequence import sequence, shard, unshard
 from weft.world import Machine, VirtualWorld, launch
 
 __all__ = [
     "Axis",
+    "BigramHashEmbedding",
     "Machine",
+    "RowAdam",
+    "RowExchange",
+    "ShardedEmbedding",
     "VirtualWorld",
     "attention",
+    "clip_grad_norm_",
     "exclusive_scan",
     "head_strides",
     "launch",

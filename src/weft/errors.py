@@ -33,7 +33,8 @@ class RankError(RuntimeError):
 # An error as it travels between ranks: the name of its class and its text.
 Fault = tuple[str, str]
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, DisagreementError, CommError)
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, IndexError, NotImplementedError, DisagreementError, CommError)
 }
 
 

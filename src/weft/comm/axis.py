@@ -80,6 +80,7 @@ class Axis:
         options: object = None,
         *,
         tell: Sequence[int] | None = None,
+        tell_each: Sequence[Sequence[int]] | None = None,
         fault: Exception | None = None,
     ) -> Call:
         """Number a call of ``operation`` and return it; what is exchanged on it belongs to it.
@@ -93,7 +94,8 @@ class Axis:
 
         - With ``tell``, a few integers, one small round starts in which every rank tells them, its signature and
           whether it found a fault. ``call.told.wait()`` gives everybody's integers, by rank, or raises what is wrong on
-          all ranks alike; the group stays good.
+          all ranks alike; the group stays good. ``tell_each[r]``, as many integers for every rank, goes to rank r only
+          and is heard after the others.
         - Without it nothing is sent. Messages carry the signature in their tag, so a rank that differs gets no answer,
           and whoever waits too long finds out why.
         """
@@ -102,14 +104,14 @@ class Axis:
         if self.size == 1:
             if fault is not None:
                 raise fault
-            call.told = Pending(lambda: [tuple(tell or ())])
+            call.told = Pending(lambda: [(*(tell or ()), *(tell_each[0] if tell_each else ()))])
             return call
         self.wire.announce(record)
         if self.counter.must_compare(operation):
             self.wire.agree(record, self.counter.members)
             self.counter.agreed.add(operation)
         if tell is not None:
-            call.told = start_telling(call, tell)
+            call.told = start_telling(call, tell, tell_each)
             if fault is not None:
                 call.told.wait()
         elif fault is not None:

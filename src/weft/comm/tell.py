@@ -25,12 +25,18 @@ if TYPE_CHECKING:
 FAN_OUT = 16  # ranks up to which everybody writes to everybody; beyond, messages double on the way: log2(P) of them
 
 
-def tell(call: Call, numbers: Sequence[int]) -> Pending[list[tuple[int, ...]]]:
-    """Start the round. ``wait()`` gives everybody's ``numbers`` by rank, or raises what is wrong."""
+def tell(
+    call: Call, numbers: Sequence[int], to_each: Sequence[Sequence[int]] | None = None
+) -> Pending[list[tuple[int, ...]]]:
+    """Start the round. ``wait()`` gives everybody's ``numbers`` by rank, or raises what is wrong.
+
+    ``to_each[r]`` are further integers that only rank r hears, as many for every rank; they follow the others.
+    """
     record = call.record
     digest = zlib.crc32(repr((record.operation, record.signature)).encode())
     mine = torch.tensor([int(record.fault is not None), digest, *numbers], device=call.wire.host)
-    coming = _share(call, mine, "numbers")
+    apart = None if to_each is None else torch.tensor(to_each, dtype=torch.int64, device=call.wire.host)
+    coming = _share(call, mine, "numbers", apart)
 
     def finish() -> list[tuple[int, ...]]:
         table = [tuple(row) for row in coming.wait().tolist()]
@@ -41,29 +47,52 @@ def tell(call: Call, numbers: Sequence[int]) -> Pending[list[tuple[int, ...]]]:
     return Pending(finish)
 
 
-def _share(call: Call, mine: Tensor, purpose: str) -> Pending[Tensor]:
-    """Everybody's ``mine`` ``[n]`` as ``[P, n]``: one round on few ranks, log2(P) rounds on many."""
+def _share(call: Call, mine: Tensor, purpose: str, apart: Tensor | None = None) -> Pending[Tensor]:
+    """Everybody's ``mine`` ``[n]`` as ``[P, n]``: one round on few ranks, log2(P) rounds on many.
+
+    ``apart`` ``[P, m]`` holds what each rank alone hears; with it the result is ``[P, n + m]``.
+    """
     tag = mix(zlib.crc32(f"{call.counter.name} {call.record.operation} {purpose}".encode()), call.record.number)
+    if call.size <= FAN_OUT:
+        everything = mine.expand(call.size, -1)
+        return _fan_out(call, tag, everything if apart is None else torch.cat([everything, apart], 1))
+    shared = _double(call, tag, mine)
+    if apart is None:
+        return shared
+    direct = _fan_out(call, mix(tag, 1), apart)
+    return Pending(lambda: torch.cat([shared.wait(), direct.wait()], 1))
+
+
+def _fan_out(call: Call, tag: int, outgoing: Tensor) -> Pending[Tensor]:
+    """Row r to rank r; the rows every rank sent here."""
+    heard = torch.empty_like(outgoing, memory_format=torch.contiguous_format)
+    heard[call.rank] = outgoing[call.rank]
+    sends = [(other, outgoing[other].contiguous()) for other in call.others]
+    pending = call.exchange_on_host(tag, sends, [(other, heard[other]) for other in call.others])
+
+    def finish() -> Tensor:
+        pending.wait()
+        return heard
+
+    return Pending(finish)
+
+
+def _double(call: Call, tag: int, mine: Tensor) -> Pending[Tensor]:
+    """Everybody's ``mine``: in each round a rank passes on all it knows."""
     size, rank = call.size, call.rank
     table = mine.new_empty(size, len(mine))
     table[0] = mine  # row i: what rank - i told
-    if size <= FAN_OUT:
-        sends = [(other, mine) for other in call.others]
-        receives = [((rank - row) % size, table[row]) for row in range(1, size)]
-        pending = call.exchange_on_host(tag, sends, receives)
-    else:
 
-        def double(lane: Call) -> None:
-            known = 1
-            while known < size:
-                count = min(known, size - known)
-                lane.exchange_on_host(
-                    tag, [((rank + known) % size, table[:count])],
-                    [((rank - known) % size, table[known : known + count])],
-                ).wait()  # fmt: skip
-                known += count
+    def rounds(lane: Call) -> None:
+        known = 1
+        while known < size:
+            count = min(known, size - known)
+            lane.exchange_on_host(
+                tag, [((rank + known) % size, table[:count])], [((rank - known) % size, table[known : known + count])]
+            ).wait()
+            known += count
 
-        pending = call.start(double)
+    pending = call.start(rounds)
 
     def finish() -> Tensor:
         pending.wait()

@@ -1,0 +1,52 @@
+"""Sorted unique numbers and sums over duplicates: what every exchange of rows begins with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+
+@dataclass(frozen=True)
+class Compact:
+    """The different ones of some numbers ``[T]``, and where each of them stood.
+
+    unique: ``[U]``, rising. inverse: ``[T]``, places in ``unique``. order: ``[T]``, positions by number, then by
+    position. starts: ``[U]``, where the positions of each number begin in ``order``.
+    """
+
+    unique: Tensor
+    inverse: Tensor
+    order: Tensor
+    starts: Tensor
+
+
+def compact(numbers: Tensor) -> Compact:
+    """By a stable sort and a comparison of neighbours.
+
+    >>> found = compact(torch.tensor([7, 3, 7]))
+    >>> found.unique.tolist(), found.inverse.tolist(), found.order.tolist(), found.starts.tolist()
+    ([3, 7], [1, 0, 1], [1, 0, 2], [0, 1])
+    """
+    ordered, order = torch.sort(numbers, stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=is_first[1:])
+    starts = is_first.nonzero().view(-1)
+    inverse = torch.empty_like(order)
+    inverse[order] = is_first.cumsum(0) - 1
+    return Compact(ordered[starts], inverse, order, starts)
+
+
+def segment_sum(rows: Tensor, found: Compact, dtype: torch.dtype) -> Tensor:
+    """Rows ``[T, d]`` of equal numbers summed, in the order of position: ``[U, d]`` in ``dtype``.
+
+    Sums are made at least in fp32 and rounded once, to ``dtype``; always in the same order, so always the same bits.
+    """
+    if len(found.order) == len(found.starts):  # no duplicates
+        return rows.index_select(0, found.order).to(dtype)
+    if rows.dtype != dtype and rows.dtype.itemsize < dtype.itemsize:
+        rows = rows.to(dtype)
+    # A bag's sum over bf16 or fp16 rows is made in fp32 and rounded at its end.
+    return embedding_bag(found.order, rows, found.starts, mode="sum").to(dtype)

@@ -1,0 +1,294 @@
+"""`RowExchange`: the rows of a batch between the ranks that need them and their owners, in four phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis, Call, Pending
+from weft.comm.parcel import exchange_parcels
+from weft.embedding.compact import segment_sum
+from weft.embedding.ids import IdSet, find_ids_fault
+from weft.embedding.ownership import Ownership, find_ownership_fault
+
+# From this density on (rows a rank needs of all rows, mean over ranks) whole shards travel: a copy is cheaper than
+# picking rows. By `weft bench rows`.
+DENSE_PULL, DENSE_PUSH = 0.9, 0.95
+
+Shards = Sequence[Tensor | Sequence[Tensor]]  # for each set of ids one table, or several that share it
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common."""
+
+    num_embeddings: tuple[int, ...]
+    ownership: str
+    of: object = None  # what the caller adds
+
+
+@dataclass(frozen=True)
+class _TableOptions:
+    tables: tuple[tuple[tuple[int, torch.dtype], ...], ...]  # (width, dtype) of the tables of each set of ids
+
+
+class RowExchange:
+    """One batch's rows, for those who write their own loop. Each phase is started where the caller places it.
+
+    | phase     | started by             | crosses ranks                                             | waited for in  |
+    |-----------|------------------------|-----------------------------------------------------------|----------------|
+    | counts    | ``RowExchange(ids, n)``| a few integers to each rank, on the CPU side              | `start_ids`    |
+    | ids       | `start_ids`            | int32 places of the needed rows, to their owners, once    | `pull`, `push` |
+    | rows      | `pull(shards)`         | the needed rows, from their owners                        | its ``wait()`` |
+    | gradients | `push(grads)`          | a gradient for each needed row, to its owner              | its ``wait()`` |
+    | merge     | `merge(received)`      | nothing                                                   |                |
+
+    Own rows are not sent. ``ids`` are integers of any shape (ranks may differ, or have none); with a list of them, and
+    of table sizes, all sets travel together. ``num_embeddings`` are the rows of the whole tables.
+
+    >>> exchange = RowExchange(torch.tensor([4, 1, 4]), 6)
+    >>> shard = torch.arange(6.0).view(6, 1)                                   # a world of one owns all rows
+    >>> exchange.start_ids()
+    >>> rows, = exchange.pull([shard]).wait()                                  # of the ids 1 and 4
+    >>> rows[exchange.inverse(0)].flatten().tolist()
+    [4.0, 1.0, 4.0]
+    >>> received = exchange.push([exchange.sum(0, torch.ones(3, 1))]).wait()
+    >>> places, sums = exchange.merge(received)[0]
+    >>> places.tolist(), sums.flatten().tolist()
+    ([1, 4], [1.0, 2.0])
+    """
+
+    def __init__(
+        self,
+        ids: Tensor | Sequence[Tensor],
+        num_embeddings: int | Sequence[int],
+        *,
+        ownership: str = "strided",
+        group: Any = None,
+    ) -> None:
+        sets = [ids] if isinstance(ids, Tensor) else list(ids)
+        sizes = [num_embeddings] * len(sets) if isinstance(num_embeddings, int) else list(num_embeddings)
+        self._open("rows", sets, sizes, ownership, Axis.of(group), None)
+
+    @classmethod
+    def of(
+        cls, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
+    ) -> RowExchange:
+        """For an operation with a name and options of its own."""
+        exchange = cls.__new__(cls)
+        exchange._open(operation, ids, sizes, ownership, axis, options)
+        return exchange
+
+    def _open(
+        self, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, of: object
+    ) -> None:
+        fault = find_ids_fault(operation, ids, sizes, axis.rank) or find_ownership_fault(
+            operation, ownership, axis.rank
+        )
+        self.axis, self._operation = axis, operation
+        self._sets = (
+            [] if fault else [IdSet(one, Ownership(ownership, n, axis.size)) for one, n in zip(ids, sizes, strict=True)]
+        )
+        counts = [[one.bounds[rank + 1] - one.bounds[rank] for one in self._sets] for rank in range(axis.size)]
+        totals = [len(one.needed.unique) for one in self._sets]
+        blank = [0] * len(ids)
+        self.call: Call = axis.begin(
+            operation,
+            None if fault else _Options(tuple(sizes), ownership, of),
+            tell=totals or blank,
+            tell_each=counts if totals else [blank] * axis.size,
+            fault=fault,
+        )
+        self._coming: Pending[None] | None = None
+        self.dense_pull = self.dense_push = False
+
+    def __len__(self) -> int:
+        """Sets of ids."""
+        return len(self._sets)
+
+    def __getitem__(self, index: int) -> IdSet:
+        return self._sets[index]
+
+    def inverse(self, index: int) -> Tensor:
+        """For each id of a set, in the order it was given, its row among the pulled ones: ``[T]``."""
+        return self._sets[index].needed.inverse
+
+    def sum(self, index: int, grads: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Gradients ``[T, d]`` of the ids of a set, as one for each needed row: summed in fp32, in the order of ids."""
+        return segment_sum(grads, self._sets[index].needed, dtype or grads.dtype)
+
+    def start_ids(self) -> None:
+        """Wait for the counts; send the places of the needed rows to their owners."""
+        if self._coming is not None:
+            return
+        told, width = self.call.told.wait(), len(self._sets)
+        rank, size = self.axis.rank, self.axis.size
+        mean = [sum(row[index] for row in told) / size for index in range(width)]
+        load = sum(mean) / max(1, sum(one.ownership.rows for one in self._sets))
+        self.dense_pull, self.dense_push = load >= DENSE_PULL, load >= DENSE_PUSH
+        boxes, places = [], []
+        for index, one in enumerate(self._sets):
+            one.asked_bounds = [0, *accumulate(row[width + index] for row in told)]
+            places.append(one.places.int())
+            boxes.append(places[-1].new_empty(one.asked_bounds[-1]))
+            boxes[-1][one.asked_by(rank)] = places[-1][one.owned_by(rank)]
+        pending = exchange_parcels(
+            self.call,
+            [(to, [x[one.owned_by(to)] for x, one in zip(places, self._sets, strict=True)]) for to in self.call.others],
+            [(at, [x[one.asked_by(at)] for x, one in zip(boxes, self._sets, strict=True)]) for at in self.call.others],
+        )
+
+        def finish() -> None:
+            pending.wait()
+            for one, box in zip(self._sets, boxes, strict=True):
+                one.asked = box.long()
+
+        self._coming = Pending(finish)
+
+    def wait_ids(self) -> None:
+        """Return when this rank knows what it is asked for; starts the ids if nobody did."""
+        self.start_ids()
+        assert self._coming is not None
+        self._coming.wait()
+
+    def pull(self, shards: Shards) -> Pending[list[Any]]:
+        """Start the rows on their way. ``shards``: this rank's rows ``[n, d]`` of each set's table.
+
+        ``wait()`` gives, for each set, the needed rows ``[U, d]``, in the order of `inverse`; where a set has a list of
+        tables, a list.
+        """
+        tables = [_as_list(one) for one in shards]
+        call = self._begin("pull", tables)
+        self.wait_ids()
+        rank = self.axis.rank
+        rows = [[x.new_empty(len(one.needed.unique), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
+        for (one, xs), outs in zip(self._zip(tables), rows, strict=True):
+            for x, out in zip(xs, outs, strict=True):
+                torch.index_select(x, 0, one.asked[one.asked_by(rank)], out=out[one.owned_by(rank)])
+        if self.dense_pull:
+            pending = self._pull_whole(call, tables, rows)
+        else:
+            pending = exchange_parcels(
+                call,
+                [(to, [x.index_select(0, one.asked[one.asked_by(to)]) for one, xs in self._zip(tables) for x in xs])
+                 for to in call.others],
+                [(at, [out[one.owned_by(at)] for one, outs in self._zip(rows) for out in outs]) for at in call.others],
+            )  # fmt: skip
+
+        def finish() -> list[Any]:
+            pending.wait()
+            return [outs if _is_list(given) else outs[0] for given, outs in zip(shards, rows, strict=True)]
+
+        return Pending(finish)
+
+    def push(self, grads: Shards) -> Pending[list[Any]]:
+        """Start gradients on their way home. ``grads``: one row for each needed row, ``[U, d]``, as `pull` gives them.
+
+        They travel in their dtype. ``wait()`` gives what the ranks say about this rank's rows, for `merge`.
+        """
+        tables = [_as_list(one) for one in grads]
+        call = self._begin("push", tables)
+        self.wait_ids()
+        rank = self.axis.rank
+        boxes = [[x.new_empty(len(one.asked), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
+        for (one, xs), mine in zip(self._zip(tables), boxes, strict=True):
+            for x, box in zip(xs, mine, strict=True):
+                box[one.asked_by(rank)] = x[one.owned_by(rank)]
+        if self.dense_push:
+            pending = self._push_whole(call, tables, boxes)
+        else:
+            pending = exchange_parcels(
+                call,
+                [(to, [x[one.owned_by(to)].contiguous() for one, xs in self._zip(tables) for x in xs])
+                 for to in call.others],
+                [(at, [box[one.asked_by(at)] for one, mine in self._zip(boxes) for box in mine]) for at in call.others],
+            )  # fmt: skip
+
+        def finish() -> list[Any]:
+            pending.wait()
+            return [mine if _is_list(given) else mine[0] for given, mine in zip(grads, boxes, strict=True)]
+
+        return Pending(finish)
+
+    def merge(self, received: Sequence[Any]) -> list[Any]:
+        """What `push` received, for each own row once: (places ``[M]``, sums ``[M, d]``) for each set.
+
+        Sums are in rank order and at least in fp32; where a set has a list of tables, a list of such pairs.
+        """
+        merged: list[Any] = []
+        for one, boxes in zip(self._sets, received, strict=True):
+            pairs = [
+                (one.merged.unique, segment_sum(box, one.merged, torch.promote_types(box.dtype, torch.float32)))
+                for box in _as_list(boxes)
+            ]
+            merged.append(pairs if _is_list(boxes) else pairs[0])
+        return merged
+
+    def _zip(self, tables: Sequence[list[Tensor]]) -> list[tuple[IdSet, list[Tensor]]]:
+        return list(zip(self._sets, tables, strict=True))
+
+    def _begin(self, direction: str, tables: Sequence[list[Tensor]]) -> Call:
+        kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
+        return self.axis.begin(f"{self._operation}.{direction}", _TableOptions(kinds))
+
+    def _pull_whole(self, call: Call, tables: list[list[Tensor]], rows: list[list[Tensor]]) -> Pending[None]:
+        """Every owner sends its whole shard; the needed rows are picked here."""
+        whole = {
+            at: [x.new_empty(one.ownership.count(at), x.shape[1]) for one, xs in self._zip(tables) for x in xs]
+            for at in call.others
+        }
+        mine = [x.contiguous() for xs in tables for x in xs]
+        pending = exchange_parcels(call, [(to, mine) for to in call.others], list(whole.items()))
+
+        def finish() -> None:
+            pending.wait()
+            targets = [(one, out) for one, outs in self._zip(rows) for out in outs]
+            for at, shards in whole.items():
+                for (one, out), shard in zip(targets, shards, strict=True):
+                    part = one.owned_by(at)
+                    torch.index_select(shard, 0, one.places[part], out=out[part])
+
+        return Pending(finish)
+
+    def _push_whole(self, call: Call, tables: list[list[Tensor]], boxes: list[list[Tensor]]) -> Pending[None]:
+        """Every owner gets a gradient for each of its rows, most of which are needed; the others are dropped there."""
+
+        def spread(one: IdSet, grads: Tensor, to: int) -> Tensor:
+            part = one.owned_by(to)
+            return grads.new_zeros(one.ownership.count(to), grads.shape[1]).index_copy_(
+                0, one.places[part], grads[part]
+            )
+
+        rank = self.axis.rank
+        whole = {
+            at: [x.new_empty(one.ownership.count(rank), x.shape[1]) for one, xs in self._zip(tables) for x in xs]
+            for at in call.others
+        }
+        pending = exchange_parcels(
+            call,
+            [(to, [spread(one, x, to) for one, xs in self._zip(tables) for x in xs]) for to in call.others],
+            list(whole.items()),
+        )
+
+        def finish() -> None:
+            pending.wait()
+            targets = [(one, box) for one, mine in self._zip(boxes) for box in mine]
+            for at, shards in whole.items():
+                for (one, box), shard in zip(targets, shards, strict=True):
+                    part = one.asked_by(at)
+                    torch.index_select(shard, 0, one.asked[part], out=box[part])
+
+        return Pending(finish)
+
+
+def _is_list(given: Any) -> bool:
+    return not isinstance(given, Tensor)
+
+
+def _as_list(given: Any) -> list[Tensor]:
+    return list(given) if _is_list(given) else [given]

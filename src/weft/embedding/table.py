@@ -1,0 +1,141 @@
+"""`RowTable`: the rows of a table this rank owns, their gradients, and who keeps them up to date."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from weft.comm import Axis
+from weft.embedding.compact import compact, segment_sum
+from weft.embedding.ownership import Ownership
+
+
+class RowKeeper(Protocol):
+    """An optimizer that leaves rows alone and brings them up to date when they are needed."""
+
+    def catch_up(self, table: RowTable, places: Tensor | None) -> None:
+        """Bring own rows (None: all) to where the last step left the table."""
+        ...
+
+    def is_restless(self, table: RowTable, places: Tensor) -> Tensor:
+        """Of own rows: whether the next step changes them even if they get no gradient."""
+        ...
+
+
+class RowTable:
+    """What a `ShardedEmbedding` and its optimizer know about one table. Found as ``weight.row_table``.
+
+    ``weight`` is ``[n, d]``, the own rows by place, or with ``replicate`` ``[N, d]``, all rows, of which only the own
+    ones are sure to be up to date. Gradients are sparse, at least fp32, and only of own rows.
+    """
+
+    def __init__(self, weight: Parameter, axis: Axis, ownership: Ownership, reduce: str, replicate: bool) -> None:
+        self.weight, self.axis, self.ownership, self.replicate = weight, axis, ownership, replicate
+        self.scale = 1.0 / axis.size if reduce == "mean" else 1.0
+        self.keeper: RowKeeper | None = None
+        self.lock = threading.RLock()  # a prefetch reads rows beside the main line
+        self.version = 0  # rises with every step
+        self._own_writes = 0
+        self._changed: Tensor | None = None  # for each own row the version it last changed in, once somebody asks
+        self._awaiting: list[Tensor] = []  # places that have been pulled and will get a gradient before the next step
+        weight.row_table = self  # type: ignore[attr-defined]
+
+    @property
+    def shard(self) -> Tensor:
+        """The own rows ``[n, d]``: a view of the weight."""
+        weight = self.weight.detach()
+        return weight[self.ownership.ids(self.axis.rank)] if self.replicate else weight
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Sums, gradients and optimizer states are in this dtype."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def current(self, places: Tensor | None = None) -> Tensor:
+        """The shard, after ``places`` (None: all) have been brought up to date."""
+        if self.keeper is not None:
+            self.keeper.catch_up(self, places)
+        return self.shard
+
+    def rows_in_weight(self, places: Tensor) -> Tensor:
+        """Where own rows lie in the weight."""
+        if not self.replicate:
+            return places
+        ids = self.ownership.ids(self.axis.rank)
+        return places * (ids.step or 1) + ids.start
+
+    def places_in_weight(self, rows: Tensor) -> Tensor:
+        """The places of own rows of the weight."""
+        if not self.replicate:
+            return rows
+        ids = self.ownership.ids(self.axis.rank)
+        return (rows - ids.start) // (ids.step or 1)
+
+    def gradient(self) -> tuple[Tensor, Tensor] | None:
+        """(places ``[M]``, rows ``[M, d]``) of the gradient that has arrived here; None if there is none."""
+        grad = self.weight.grad
+        if grad is None:
+            return None
+        if not grad.is_coalesced():
+            self.weight.grad = grad = grad.coalesce()
+        return self.places_in_weight(grad.indices()[0]), grad.values()
+
+    def add_gradient(self, places: Tensor, rows: Tensor) -> None:
+        """Add gradients of own rows, each place once and rising. Earlier backwards come first in every sum."""
+        before = self.gradient()
+        if before is not None and len(before[0]):
+            found = compact(torch.cat([before[0], places]))
+            places, rows = found.unique, segment_sum(torch.cat([before[1], rows]), found, rows.dtype)
+        if self.weight.grad_dtype != rows.dtype:
+            self.weight.grad_dtype = rows.dtype
+        self.weight.grad = torch.sparse_coo_tensor(
+            self.rows_in_weight(places)[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False
+        )
+
+    # What prefetching asks: see `weft.embedding.prefetch`.
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around changes of the weight that `stepped` tells of, or that change no row's value."""
+        with self.lock:
+            before = self.weight._version
+            yield
+            self._own_writes += self.weight._version - before
+
+    @property
+    def foreign_writes(self) -> int:
+        """How often somebody else has written to the weight."""
+        return self.weight._version - self._own_writes
+
+    def await_gradient(self, places: Tensor) -> None:
+        """These own rows were pulled for a forward that will have a backward."""
+        self._awaiting.append(places)
+
+    def stepped(self, places: Tensor) -> None:
+        """A step has changed own rows, besides the restless ones."""
+        self.version += 1
+        self._awaiting.clear()
+        if self._changed is not None:
+            self._changed[places] = self.version
+
+    def changed_since(self, places: Tensor, version: int) -> Tensor:
+        """Of own rows that were not restless: whether they have changed since ``version``."""
+        assert self._changed is not None, "will_change is asked first"
+        return self._changed[places] > version
+
+    def will_change(self, places: Tensor) -> Tensor:
+        """Of own rows: whether the next step is expected to change them."""
+        count = self.ownership.count(self.axis.rank)
+        if self._changed is None:
+            self._changed = torch.zeros(count, dtype=torch.int64, device=places.device)
+        expected = torch.zeros(count, dtype=torch.bool, device=places.device)
+        for some in list(self._awaiting):
+            expected[some] = True
+        found = expected[places]
+        return found if self.keeper is None else found | self.keeper.is_restless(self, places)

@@ -1,0 +1,6 @@
+"""Optimizers whose work is shared among the ranks, and clipping over them."""
+
+from weft.optim.clip import clip_grad_norm_
+from weft.optim.row_adam import RowAdam
+
+__all__ = ["RowAdam", "clip_grad_norm_"]

@@ -1,0 +1,70 @@
+"""Training with sharded tables equals dense data-parallel training in one process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from dense import Run, train_dense, train_rows
+from worlds import every, virtual_world
+
+pytestmark = pytest.mark.usefixtures("network")
+
+
+def difference(run: Run) -> float:
+    """The largest difference, of any rank, in tables and losses, relative to the largest value."""
+    wanted = train_dense(run)
+    found = virtual_world(run.ranks).run(lambda axis: train_rows(axis, run)).results
+    worst = 0.0
+    for one, two, _ in found:
+        for mine, theirs in ((one, wanted[0]), (two, wanted[1])):
+            worst = max(worst, ((mine - theirs).abs().max() / theirs.abs().max()).item())
+    for step, loss in enumerate(wanted[2]):
+        worst = max(worst, abs(sum(rank[2][step] for rank in found) - loss) / max(1.0, abs(loss)))
+    return worst
+
+
+CASES = list(itertools.product((1, 3), (0.0, 0.05), ("strided", "contiguous"), (False, True)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_exact_is_dense_training_in_every_combination(ranks: int) -> None:
+    """A fourth of them here, another one for each number of ranks; all with `make soak`."""
+    some = CASES if "WEFT_SOAK" in os.environ else CASES[ranks % 4 :: 5]
+    for accumulate, decay, ownership, replicate in every(some):
+        run = Run(ranks, 50, accumulate, decay, ownership, replicate)
+        assert difference(run) < 1e-12, run
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.95, 0.9), (0.0, 0.9), (0.5, 0.99)])
+@pytest.mark.parametrize("eps", [1e-8, 1e-2])
+def test_exact_with_other_betas(betas: tuple[float, float], eps: float) -> None:
+    assert difference(Run(2, 50, weight_decay=0.1, betas=betas, eps=eps)) < 1e-12
+
+
+def test_sums_instead_of_means() -> None:
+    assert difference(Run(3, 12, reduce="sum")) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["exact", "lazy"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+def test_prefetched_rows_are_right(mode: str, accumulate: int, decay: float) -> None:
+    """The same bits with and without."""
+    run = Run(3, 45, accumulate, decay, mode=mode)
+    plain = virtual_world(3).run(lambda axis: train_rows(axis, run)).results
+    early = virtual_world(3).run(lambda axis: train_rows(axis, replace(run, prefetch=True))).results
+    for one, other in zip(plain, early, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1]) and one[2] == other[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_auto_gives_the_bits_of_exact(dtype: torch.dtype) -> None:
+    run = Run(2, 30, weight_decay=0.01, dtype=dtype)
+    wanted = virtual_world(2).run(lambda axis: train_rows(axis, run)).results
+    found = virtual_world(2).run(lambda axis: train_rows(axis, replace(run, mode="auto"))).results
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
