@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from weft.bench import attention, linear_attention, network, scan, trace
+from weft.bench import attention, linear_attention, network, rows, scan, trace
 from weft.bench.report import Report, describe_machine
 from weft.bench.world import rank_pool
 from weft.world import Machine
@@ -72,6 +72,28 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
         header = describe_machine(bench="attention", ranks=world.size, tokens=tokens, repeats=repeats)
         report = Report(attention.layouts(world.size, tokens), json, world.reports, header)
         _measure(report, lambda: attention.run(world, report, repeats, tokens))
+
+
+def bench_rows(
+    ranks: int | None = None, json: Path | None = None, repeats: int = 5, warm_steps: int = 30, smaller: int = 1
+) -> None:
+    """Training steps of large embedding tables: weft's rows beside dense and sparse data parallelism.
+
+    A step is lookup, backward and Adam. CPU time is summed over the ranks; "x push + dense" compares it, sample by
+    sample, with the best a user has today: touched rows to owners, dense Adam there, and all rows back. Bytes (of the
+    rank that sends most) are counted by the ledger. Every method uses the same fused Adam.
+
+    Args:
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        warm_steps: Steps that weft's tables are trained before: rows left alone must be caught up, as in a long run.
+        smaller: Divide tables and ids by this, for machines with less than 24 GB of memory.
+    """
+    with rank_pool(ranks) as world:
+        header = describe_machine(bench="rows", ranks=world.size, repeats=repeats, warm_steps=warm_steps)
+        report = Report(rows.layouts(world.size), json, world.reports, header)
+        _measure(report, lambda: rows.run(world, report, repeats, warm_steps, smaller))
 
 
 def bench_network(
@@ -147,6 +169,7 @@ def main() -> None:
     bench.command(name="scan")(bench_scan)
     bench.command(name="linear-attention")(bench_linear_attention)
     bench.command(name="attention")(bench_attention)
+    bench.command(name="rows")(bench_rows)
     bench.command(name="network")(bench_network)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)

@@ -19,6 +19,11 @@ from weft.optim.skipped_steps import StepHistory
 MODES = ("exact", "lazy", "auto")
 _LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# What param groups of torch.optim.Adam and AdamW have besides: saved, so that these can go on from a checkpoint.
+_OF_TORCH = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
 
 
 class _Rows:
@@ -169,6 +174,10 @@ class RowAdam(torch.optim.Optimizer):
         rows.at_rest[places] = False
         table.stepped(places)
 
+    def set_costs(self, costs: RowCosts) -> None:
+        """Decide "auto" by these instead of measured costs, for benchmarks and tests."""
+        self._costs = {(rows.shard.width, rows.table.weight.dtype): costs for rows in self._rows.values()}
+
     def _advance(self, mode: str, rows: _Rows, places: Tensor, grads: Tensor, step: AdamStep) -> None:
         dense = False
         if mode == "auto" and 2 * len(places) > len(rows.last):
@@ -211,6 +220,8 @@ class RowAdam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with all rows up to date and moments of the whole table, as DTensors; all ranks must ask."""
         saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group.update(_OF_TORCH)
         numbered = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in enumerate(numbered):
             rows = self._rows[weight]

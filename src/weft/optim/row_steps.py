@@ -109,7 +109,7 @@ def step_dense(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> N
         rows = min(shard.block, len(shard.weight) - start)
         within = places[first:last] - start
         grad = shard.room(3, rows)
-        shard.view(grad, rows).zero_().index_copy_(0, within, grads[first:last])
+        shard.view(grad, rows).zero_().index_copy_(0, within, grads[first:last].to(grad.dtype))
         meant = torch.zeros(rows, dtype=torch.bool, device=places.device)
         meant[within] = True
         others = (~meant).nonzero().view(-1) + start
