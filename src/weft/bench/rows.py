@@ -17,7 +17,7 @@ from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import line_up
 from weft.bench.world import RankPool
 from weft.comm import Axis, Ledger, record
-from weft.embedding import ShardedEmbedding
+from weft.embedding import RowExchange, ShardedEmbedding
 from weft.embedding.compact import compact, segment_sum
 from weft.optim import RowAdam
 from weft.optim.row_costs import RowCosts
@@ -67,9 +67,10 @@ COLUMNS = (
 )
 PHASES = (
     Column("case", "table and ids of a rank", "{}"),
-    Column("compaction", "compaction ms", "{:.1f}"),
     Column("push", "push ms", "{:.1f}"),
-    Column("share", "share", "{:.2f}"),
+    Column("compaction", "of it compaction", "{:.1f}"),
+    Column("merge", "of it merge", "{:.1f}"),
+    Column("share", "compaction / push", "{:.2f}"),
 )
 
 
@@ -202,26 +203,26 @@ def sample(axis: Axis, case: Case, names: list[str], turn: int) -> dict[str, Any
     return found
 
 
-def time_push(axis: Axis, case: Case) -> tuple[float, float]:
-    """CPU seconds of compaction alone, and of the whole push."""
-    made: _Weft = _made["weft lazy"]
+def time_push(axis: Axis, case: Case) -> tuple[float, float, float]:
+    """CPU seconds of a push (ids, compaction, exchange, merge), and of its compaction and its merge."""
     ids = case.ids(axis.rank, 10_000)
     grads = _grads(case, ids)
-    out = made.table(ids)
-    line_up(axis)
-    start = time.process_time()
-    out.backward(grads)
-    whole = time.process_time() - start
-    asked = torch.cat([case.ids(rank, 10_000).unique() for rank in range(axis.size)])
-    asked = asked[asked % axis.size == axis.rank]
-    rows = grads[torch.arange(len(asked)) % len(grads)]
-    start = time.process_time()
-    found, merged = compact(ids), compact(asked)
-    segment_sum(grads, found, case.dtype)
-    segment_sum(rows, merged, torch.float32)
-    return time.process_time() - start, whole
+    seconds = [0.0, 0.0, 0.0]
+    for _ in range(2):  # the first warms up
+        line_up(axis)
+        start = time.process_time()
+        exchange = RowExchange(ids, case.rows, group=axis)
+        sums = exchange.sum(0, grads)
+        received = exchange.push([sums]).wait()
+        before = time.process_time()
+        exchange.merge(received)
+        end = time.process_time()
+        found = compact(ids)
+        segment_sum(grads, found, case.dtype)
+        seconds = [end - start, time.process_time() - end, end - before]
+    return seconds[0], seconds[1], seconds[2]
 
 
-def _phases(case: Case, times: list[tuple[float, float]]) -> dict[str, Any]:
-    compaction, push = (1e3 * sum(rank[index] for rank in times) for index in (0, 1))
-    return {"case": case.name, "compaction": compaction, "push": push, "share": compaction / push}
+def _phases(case: Case, times: list[tuple[float, float, float]]) -> dict[str, Any]:
+    push, compaction, merge = (1e3 * sum(rank[index] for rank in times) for index in range(3))
+    return {"case": case.name, "push": push, "compaction": compaction, "merge": merge, "share": compaction / push}

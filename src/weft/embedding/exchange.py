@@ -16,9 +16,9 @@ from weft.embedding.compact import segment_sum
 from weft.embedding.ids import IdSet, find_ids_fault
 from weft.embedding.ownership import Ownership, find_ownership_fault
 
-# From this density on (rows a rank needs of all rows, mean over ranks) whole shards travel: a copy is cheaper than
-# picking rows. By `weft bench rows`.
-DENSE_PULL, DENSE_PUSH = 0.9, 0.95
+# From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: copying all rows takes no
+# more time than picking nearly all. A push by rows is always the cheaper one: the owner knows its places already.
+DENSE_PULL = 0.95
 
 Shards = Sequence[Tensor | Sequence[Tensor]]  # for each set of ids one table, or several that share it
 
@@ -105,7 +105,7 @@ class RowExchange:
             fault=fault,
         )
         self._coming: Pending[None] | None = None
-        self.dense_pull = self.dense_push = False
+        self.dense_pull = False
 
     def __len__(self) -> int:
         """Sets of ids."""
@@ -130,7 +130,7 @@ class RowExchange:
         rank, size = self.axis.rank, self.axis.size
         mean = [sum(row[index] for row in told) / size for index in range(width)]
         load = sum(mean) / max(1, sum(one.ownership.rows for one in self._sets))
-        self.dense_pull, self.dense_push = load >= DENSE_PULL, load >= DENSE_PUSH
+        self.dense_pull = load >= DENSE_PULL  # the same on every rank: all know all counts
         boxes, places = [], []
         for index, one in enumerate(self._sets):
             one.asked_bounds = [0, *accumulate(row[width + index] for row in told)]
@@ -199,15 +199,12 @@ class RowExchange:
         for (one, xs), mine in zip(self._zip(tables), boxes, strict=True):
             for x, box in zip(xs, mine, strict=True):
                 box[one.asked_by(rank)] = x[one.owned_by(rank)]
-        if self.dense_push:
-            pending = self._push_whole(call, tables, boxes)
-        else:
-            pending = exchange_parcels(
-                call,
-                [(to, [x[one.owned_by(to)].contiguous() for one, xs in self._zip(tables) for x in xs])
-                 for to in call.others],
-                [(at, [box[one.asked_by(at)] for one, mine in self._zip(boxes) for box in mine]) for at in call.others],
-            )  # fmt: skip
+        pending = exchange_parcels(
+            call,
+            [(to, [x[one.owned_by(to)].contiguous() for one, xs in self._zip(tables) for x in xs])
+             for to in call.others],
+            [(at, [box[one.asked_by(at)] for one, mine in self._zip(boxes) for box in mine]) for at in call.others],
+        )  # fmt: skip
 
         def finish() -> list[Any]:
             pending.wait()
@@ -252,36 +249,6 @@ class RowExchange:
                 for (one, out), shard in zip(targets, shards, strict=True):
                     part = one.owned_by(at)
                     torch.index_select(shard, 0, one.places[part], out=out[part])
-
-        return Pending(finish)
-
-    def _push_whole(self, call: Call, tables: list[list[Tensor]], boxes: list[list[Tensor]]) -> Pending[None]:
-        """Every owner gets a gradient for each of its rows, most of which are needed; the others are dropped there."""
-
-        def spread(one: IdSet, grads: Tensor, to: int) -> Tensor:
-            part = one.owned_by(to)
-            return grads.new_zeros(one.ownership.count(to), grads.shape[1]).index_copy_(
-                0, one.places[part], grads[part]
-            )
-
-        rank = self.axis.rank
-        whole = {
-            at: [x.new_empty(one.ownership.count(rank), x.shape[1]) for one, xs in self._zip(tables) for x in xs]
-            for at in call.others
-        }
-        pending = exchange_parcels(
-            call,
-            [(to, [spread(one, x, to) for one, xs in self._zip(tables) for x in xs]) for to in call.others],
-            list(whole.items()),
-        )
-
-        def finish() -> None:
-            pending.wait()
-            targets = [(one, box) for one, mine in self._zip(boxes) for box in mine]
-            for at, shards in whole.items():
-                for (one, box), shard in zip(targets, shards, strict=True):
-                    part = one.asked_by(at)
-                    torch.index_select(shard, 0, one.asked[part], out=box[part])
 
         return Pending(finish)
 

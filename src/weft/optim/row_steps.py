@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.optim.skipped_steps import Skipped
 
-_BLOCK = 1 << 17  # elements of a block
+_BLOCK = 1 << 18  # elements of a block
 _REGISTER = 16  # elements of the widest vector register
 
 

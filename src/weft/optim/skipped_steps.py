@@ -61,7 +61,8 @@ class StepHistory:
         self._rates = torch.zeros(64, dtype=torch.float64)  # lr of step base + 1 + index
         self._decays = torch.zeros(65, dtype=torch.float64)  # sum of log(1 - lr wd) of the first ``index`` of them
         self.decays = False  # whether any step had weight decay
-        self._points = 2  # that were enough last time
+        self._points = 2  # that were enough
+        self._spread = 0.0  # for q that differ by this factor
         self.horizon = _horizon(betas, dtype)
 
     def append(self, lr: float, weight_decay: float) -> None:
@@ -96,13 +97,15 @@ class StepHistory:
         if not a.shape[1]:
             return a, q
         low, high = float(q.min()), float(q.max())
+        if high <= low * self._spread and self._points < a.shape[1] and self.now % 16:
+            return interpolate(a, q, low, high, self._points)
         whole = (a[hardest] / (_RATIOS[:, None] * q[hardest] + 1)).sum(1)
-        count = max(2, self._points - 2 * (self.now % 8 == 0))  # later steps need fewer
+        count = max(2, self._points - 2 * (self.now % 16 == 0))  # later steps need fewer
         while count < min(_MOST, a.shape[1]):
             amounts, points = interpolate(a[hardest][None], q[hardest][None], low, high, count)
             error = (amounts / (_RATIOS[:, None] * points + 1)).sum(1) - whole
             if (error.abs() <= _tolerance(self._dtype) * whole).all():
-                self._points = count
+                self._points, self._spread = count, high / low
                 return interpolate(a, q, low, high, count)
             count += 2
         return a, q
