@@ -75,6 +75,18 @@ def test_bench_attention_counts_what_the_baselines_send(tmp_path: Path) -> None:
     assert bad.returncode == 2 and "--tokens 257 must be a multiple of twice the 2 ranks" in bad.stderr
 
 
+def test_bench_rows_counts_what_travels(tmp_path: Path) -> None:
+    kept = tmp_path / "rows.json"
+    result = run("bench", "rows", "--smaller", "250", "--repeats", "1", "--warm-steps", "1", "--json", str(kept))
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in json.loads(kept.read_text())["rows"] if row["table"] == "rows"]
+    assert len({row["case"] for row in rows}) == 4
+    for case in {row["case"] for row in rows}:
+        sent = {row["method"]: row["megabytes"] for row in rows if row["case"] == case}
+        assert sent["weft exact"] < sent["push + dense Adam + dense gather"] < sent["dense reduce-scatter + gather"]
+        assert sent["weft exact"] < sent["all-gather of sparse gradients"]
+
+
 def test_under_torchrun_the_bench_joins_its_world(tmp_path: Path) -> None:
     script = tmp_path / "bench.py"
     script.write_text("from weft.cli import main\nmain()\n")

@@ -124,3 +124,13 @@ def test_a_fault_of_two_ranks(kind: type[Exception], tells: bool) -> None:
     results = virtual_world(4).run(program).results
     for rank, first in enumerate([1, 1, 1, 3]):
         assert results[rank] == [(kind.__name__, f"not this (rank {first})")] * (2 if tells else 1)
+
+
+@pytest.mark.parametrize("size", [1, 3, FAN_OUT + 4])
+def test_what_each_rank_alone_is_told(size: int) -> None:
+    def program(axis: weft.Axis) -> list[tuple[int, ...]]:
+        each = [(100 * axis.rank + other, -other) for other in range(size)]
+        return axis.begin("tell", Options((1,)), tell=(axis.rank,), tell_each=each).told.wait()
+
+    for rank, told in enumerate(virtual_world(size).run(program).results):
+        assert told == [(other, 100 * other + rank, -rank) for other in range(size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -302,3 +303,42 @@ def test_state_dict_of_virtual_ranks_is_the_whole_table(replicate: bool) -> None
         nn.Embedding(11, 3).load_state_dict({"weight": weight})
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         weft.ShardedEmbedding(10, 3).load_state_dict({"weight": plain.weight})
+
+
+def test_a_penalty_on_the_weight_itself() -> None:
+    plain = nn.Embedding(7, 3, dtype=torch.float64)
+    (plain(torch.tensor([1, 1, 2])).sum() + plain.weight.square().sum()).backward()
+
+    def program(axis: weft.Axis) -> Tensor:
+        table = weft.ShardedEmbedding.from_embedding(plain, group=axis)
+        (table(torch.tensor([1, 1, 2])).sum() + table.weight.square().sum()).backward()
+        weft.clip_grad_norm_(table.parameters(), 1e9)
+        return whole_gradient(axis, table)
+
+    for found in virtual_world(2).run(program).results:
+        torch.testing.assert_close(found, plain.weight.grad, rtol=1e-12, atol=1e-12)
+    replica = weft.ShardedEmbedding(7, 3, replicate=True)
+    replica.weight.square().sum().backward()
+    with pytest.raises(TypeError, match="the gradient of a replica is dense"):
+        weft.clip_grad_norm_(replica.parameters(), 1.0)
+
+
+def test_a_copy_is_a_table_of_its_own() -> None:
+    def program(axis: weft.Axis) -> bool:
+        model = nn.Sequential(weft.ShardedEmbedding(7, 3, group=axis), nn.Linear(3, 1))
+        optimizer = weft.RowAdam(model[0].parameters(), lr=0.1)
+        other = copy.deepcopy(model)
+        before = rows_of(other[0])
+        same = torch.equal(before, rows_of(model[0]))
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        other(torch.tensor([3])).sum().backward()
+        grads = other[0].weight.grad is not model[0].weight.grad
+        return same and grads and torch.equal(before, rows_of(other[0])) and not torch.equal(before, rows_of(model[0]))
+
+    assert all(virtual_world(2).run(program).results)
+
+
+def rows_of(table: weft.ShardedEmbedding) -> Tensor:
+    with torch.no_grad():
+        return table.full_weight()

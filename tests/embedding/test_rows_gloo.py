@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,15 @@ def wrong_id(axis: weft.Axis) -> str:
 
 def test_a_wrong_id_is_an_index_error_everywhere(pool: ProcessWorld) -> None:
     assert pool.run(wrong_id)[:3] == ["embedding: id 10 is not a row of 0..9 (rank 1)"] * 3
+
+
+def run_example(axis: weft.Axis, path: str) -> list[float]:
+    return runpy.run_path(path)["train"](axis, 20)
+
+
+def test_the_example_learns(pool: ProcessWorld) -> None:
+    path = Path(__file__).parents[2] / "examples" / "rows.py"
+    assert len(path.read_text().splitlines()) < 60
+    for losses in pool.run(run_example, str(path)):
+        assert losses[-1] < 0.5 * losses[0]
+    assert run_example(weft.Axis.of(None), str(path))[-1] < 1.5  # and without any process group

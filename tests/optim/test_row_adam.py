@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -232,6 +234,31 @@ def test_state_dict_round_trips_between_sizes_and_torch(mode: str) -> None:
         assert int(optimizer.state[table.weight]["step"]) == 12
 
 
+@pytest.mark.parametrize("what", ["table", "moments"])
+def test_loading_one_of_both_in_the_middle(what: str) -> None:
+    """Rows that have missed steps make them before they, or their moments, are replaced."""
+    table = table_of()
+    plain = nn.Embedding(9, 3, dtype=torch.float64)
+    plain.load_state_dict({"weight": table.weight.detach()})
+    pairs = [
+        (table, weft.RowAdam(table.parameters(), lr=0.05)),
+        (plain, torch.optim.Adam(plain.parameters(), lr=0.05)),
+    ]
+    for either, optimizer in pairs:
+        first = {"weight": either.weight.detach().clone()}
+        for step in range(12):
+            if step == 2:
+                early = copy.deepcopy(optimizer.state_dict())
+            if step == 6 and what == "table":
+                either.load_state_dict(first)
+            elif step == 6:
+                optimizer.load_state_dict(early)
+            backward(either, [0, 1, 2, 3] if step == 0 else [step % 2], step)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(table.full_weight(), plain.weight, rtol=1e-12, atol=1e-12)
+
+
 def test_bf16_tables_have_fp32_moments_that_survive_loading() -> None:
     torch.manual_seed(0)
     table = weft.ShardedEmbedding(9, 3, dtype=torch.bfloat16)
@@ -273,3 +300,34 @@ def test_what_cannot_be_right_is_refused() -> None:
 def test_state_is_there_before_the_first_step() -> None:
     table = table_of()
     assert set(weft.RowAdam(table.parameters()).state[table.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_more_ranks_than_rows() -> None:
+    def program(axis: weft.Axis) -> Tensor:
+        torch.manual_seed(0)
+        table = weft.ShardedEmbedding(2, 3, dtype=torch.float64, group=axis)
+        optimizer = weft.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode="auto")
+        for step in range(5):
+            backward(table, [step % 2], step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        return table.full_weight().detach()
+
+    wanted = virtual_world(1).run(program).results[0]
+    for found in virtual_world(5).run(program).results:
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_another_optimizer_takes_over() -> None:
+    table = table_of()
+    plain = nn.Embedding(9, 3, dtype=torch.float64)
+    plain.load_state_dict({"weight": table.weight.detach()})
+    for either, kind in ((table, weft.RowAdam), (plain, torch.optim.Adam)):
+        for ids in ([1, 2], [3], [3]), ([1], [4]):
+            optimizer = kind(either.parameters(), lr=0.05)
+            for step, some in enumerate(ids):
+                backward(either, some, step)
+                optimizer.step()
+                optimizer.zero_grad()
+    torch.testing.assert_close(table.full_weight(), plain.weight, rtol=1e-12, atol=1e-12)

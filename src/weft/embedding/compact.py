@@ -48,18 +48,18 @@ def segment_sum(rows: Tensor, found: Compact, dtype: torch.dtype) -> Tensor:
     Sums are made at least in fp32 and rounded once, to ``dtype``; always in the same order, so always the same bits.
     """
     if rows.dtype == dtype:  # a bag's sum over bf16 or fp16 rows is made in fp32 and rounded at its end
-        return _bags(rows, found.order, found.starts)
+        if len(found.order) == len(found.starts):  # no duplicates
+            return rows.index_select(0, found.order)
+        return embedding_bag(found.order, rows, found.starts, mode="sum")
     sums = rows.new_empty(len(found.starts), rows.shape[1], dtype=dtype)
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     cuts = [*found.starts[::step].tolist(), len(found.order)]
     for block, (start, end) in enumerate(pairwise(cuts)):  # block by block: wide copies of all rows would be large
         part = slice(block * step, (block + 1) * step)
-        some = rows.index_select(0, found.order[start:end]).to(dtype)
-        sums[part] = _bags(some, torch.arange(end - start, device=rows.device), found.starts[part] - start)
+        some = rows.index_select(0, found.order[start:end])
+        if len(some) == len(sums[part]):
+            sums[part] = some
+        else:
+            every = torch.arange(end - start, device=rows.device)
+            sums[part] = embedding_bag(every, some.to(dtype), found.starts[part] - start, mode="sum")
     return sums
-
-
-def _bags(rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    if len(order) == len(starts):  # no duplicates
-        return rows.index_select(0, order)
-    return embedding_bag(order, rows, starts, mode="sum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,18 @@ class ShardedEmbedding(nn.Module):
         made.table = RowTable(made.weight, made.axis, made.ownership, reduce, replicate)
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbedding:
+        """A table of its own on the same ranks, for example for an average of weights."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        shared: dict[str, Any] = {"axis": self.axis, "table": None, "_prefetch": None, "_parameters": {}}
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
+        self.table.current()
+        made.weight = copy.deepcopy(self.weight, memo)
+        made.table = RowTable(made.weight, self.axis, self.ownership, self.reduce, self.replicate)
+        return made
+
     def extra_repr(self) -> str:
         """As ``nn.Embedding``, and how the rows lie on the ranks."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -223,6 +236,7 @@ class ShardedEmbedding(nn.Module):
             error_msgs.append(f"size mismatch for {key}: {list(value.shape)} in the checkpoint, {list(wanted)} here")
             return
         with torch.no_grad():
-            self.table.shard.copy_(from_checkpoint(self.axis, self.ownership, value))
+            shard = self.table.current()  # steps that rows have missed belong to the old table
+            shard.copy_(from_checkpoint(self.axis, self.ownership, value))
             if self.replicate:
                 self.refresh_all()

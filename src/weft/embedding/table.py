@@ -82,6 +82,14 @@ class RowTable:
         grad = self.weight.grad
         if grad is None:
             return None
+        if not grad.is_sparse:  # somebody computed with the weight itself, for example a penalty on it
+            if self.replicate:
+                raise TypeError(
+                    f"ShardedEmbedding: the gradient of a replica is dense: its weight was used directly; what other "
+                    f"ranks say about these rows is not known (rank {self.axis.rank}); use the module or full_weight()"
+                )
+            self._set_gradient(torch.arange(len(grad), device=grad.device), grad.to(self.wide))
+            return self.gradient()
         if not grad.is_coalesced():
             self.weight.grad = grad = grad.coalesce()
         return self.places_in_weight(grad.indices()[0]), grad.values()
@@ -92,7 +100,11 @@ class RowTable:
         if before is not None and len(before[0]):
             found = compact(torch.cat([before[0], places]))
             places, rows = found.unique, segment_sum(torch.cat([before[1], rows]), found, rows.dtype)
+        self._set_gradient(places, rows)
+
+    def _set_gradient(self, places: Tensor, rows: Tensor) -> None:
         if self.weight.grad_dtype != rows.dtype:
+            self.weight.grad = None
             self.weight.grad_dtype = rows.dtype
         self.weight.grad = torch.sparse_coo_tensor(
             self.rows_in_weight(places)[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False

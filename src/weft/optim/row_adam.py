@@ -124,6 +124,7 @@ class RowAdam(torch.optim.Optimizer):
             first, second = (torch.zeros(shape, dtype=table.wide, device=weight.device) for _ in range(2))
             self.state[weight] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
             self._rows[weight] = _Rows(table, (first, second), 0, group)
+            table.current()  # another optimizer may have kept it until now
             table.keeper = self
 
     @torch.no_grad()
@@ -255,6 +256,8 @@ class RowAdam(torch.optim.Optimizer):
                         f"RowAdam: {name} of parameter {number} is {list(shape)} in the state, but the table is "
                         f"{[table.ownership.rows, weight.shape[1]]} (rank {table.axis.rank})"
                     )
+        for weight in weights:  # the steps that rows have missed were made with the old moments
+            self.catch_up(weight.row_table, None)
         own_state = {weight: self.state[weight] for weight in weights}
         super().load_state_dict(saved)
         for number, weight in zip(numbers, weights, strict=True):

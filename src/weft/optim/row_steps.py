@@ -1,4 +1,4 @@
-"""Adam on some rows of a shard, in place and block by block so that a block's rows stay in the cache.
+"""Adam on some rows of a shard, in place and block by block so that little memory is used, again and again.
 
 Two ways of one step that give the same bits: `step_rows` copies the rows out, steps them and copies them back;
 `step_dense` steps whole blocks where they lie and puts back the rows that were not meant. torch's fused kernel rounds
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.optim.skipped_steps import Skipped
 
-_BLOCK = 1 << 18  # elements of a block
+_BLOCK = 1 << 19  # elements of a block: few enough for a cache, enough to be worth a call
 _REGISTER = 16  # elements of the widest vector register
 
 
@@ -135,6 +135,7 @@ def _where_it_lies(shard: Shard, index: int, rows: Tensor) -> Tensor:
 
 def catch_up_rows(shard: Shard, places: Tensor, which: Tensor, skipped: Skipped, eps: float) -> None:
     """Bring rows to now: row r of ``places`` by ``skipped[which[r]]``."""
+    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=places.device)
     for part, some in _blocks(shard, places):
         flat = _take(shard, some)
         rows = len(some)
@@ -143,10 +144,12 @@ def catch_up_rows(shard: Shard, places: Tensor, which: Tensor, skipped: Skipped,
         total, term = shard.view(shard.room(3, rows), rows).zero_(), shard.view(shard.room(4, rows), rows)
         root = torch.sqrt(exp_avg_sq, out=shard.view(shard.room(5, rows), rows))
         amounts = skipped.amounts[kind]
-        for k in range(amounts.shape[1]):
-            points = skipped.points[k] if skipped.points.ndim == 1 else skipped.points[kind, k, None]
-            torch.mul(root, points, out=term).add_(eps)
-            total.add_(torch.div(amounts[:, k, None], term, out=term))
+        for k in range(amounts.shape[1]):  # total += W / (root X + eps), in two passes
+            if skipped.points.ndim == 1:
+                torch.add(floor, root, alpha=float(skipped.points[k]), out=term)
+            else:
+                torch.addcmul(floor, root, skipped.points[kind, k, None], out=term)
+            total.addcdiv_(amounts[:, k, None], term)
         weight.mul_(skipped.weight[kind]).sub_(total.mul_(exp_avg))
         exp_avg.mul_(skipped.momentum[kind])
         exp_avg_sq.mul_(skipped.variance[kind])

@@ -34,7 +34,7 @@ _RATIOS = torch.logspace(
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-14 if dtype == torch.float64 else 2.0**-26
+    return 1e-14 if dtype == torch.float64 else 2.0**-22
 
 
 @dataclass(frozen=True)

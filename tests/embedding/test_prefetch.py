@@ -1,0 +1,148 @@
+"""`ShardedEmbedding.prefetch`: what travels when, and right rows whatever happens between prefetch and forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import virtual_world
+
+import weft
+
+pytestmark = pytest.mark.usefixtures("network")
+
+THIS, NEXT = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([4, 5, 6, 7, 8, 9, 9])
+
+
+def table_of(axis: weft.Axis, rows: int = 12, **options) -> weft.ShardedEmbedding:
+    whole = torch.nn.Embedding(rows, 3)
+    with torch.no_grad():
+        whole.weight.copy_(torch.arange(3.0 * rows).view(rows, 3))
+    return weft.ShardedEmbedding.from_embedding(whole, group=axis, **options)
+
+
+def rows_now(table: weft.ShardedEmbedding, ids: Tensor) -> Tensor:
+    """What a table without prefetching would give."""
+    with torch.no_grad():
+        return table.full_weight()[ids]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["lazy", "exact"])
+def test_rows_that_a_step_leaves_alone_travel_before_it(size: int, mode: str) -> None:
+    def program(axis: weft.Axis) -> tuple[bool, int, int, int]:
+        table = table_of(axis)
+        optimizer = weft.RowAdam(table.parameters(), lr=0.1, mode=mode)
+        out = table(THIS)
+        with weft.record() as early:
+            table.prefetch(NEXT)
+            table._prefetch._lane.wait()
+        out.sum().backward()
+        optimizer.step()
+        with weft.record() as late:
+            found = table(NEXT).detach()
+        sent = [
+            sum(event.bytes_sent for event in ledger.events if not event.operation.endswith(".tell"))
+            for ledger in (early, late)
+        ]
+        same = torch.equal(found, rows_now(table, NEXT))
+        away = int((NEXT.unique() % size != axis.rank).sum())
+        return same, sent[0], sent[1], away
+
+    results = virtual_world(size).run(program).results
+    assert all(same for same, *_ in results)
+    row = 3 * 4
+    if size > 1:
+        # Rows 4 and 5 get a gradient from every rank; 6 to 9 do not, and have no momentum yet.
+        assert sum(late for _, _, late, _ in results) == 2 * (size - 1) * row
+        assert sum(early for _, early, _, _ in results) == 4 * (size - 1) * row + 4 * sum(x[3] for x in results)
+
+
+def test_all_but_the_marks_is_as_much_as_a_plain_pull() -> None:
+    def program(axis: weft.Axis) -> tuple[int, int]:
+        table = table_of(axis, 400)
+        optimizer = weft.RowAdam(table.parameters(), lr=0.1)
+        ids = torch.randint(0, 400, (100,), generator=torch.Generator().manual_seed(axis.rank))
+        counts = []
+        for ahead in (False, True):
+            table(torch.arange(200)).sum().backward()
+            with weft.record() as ledger:
+                if ahead:
+                    table.prefetch(ids)
+                optimizer.step()
+                table(ids)
+            counts.append(sum(event.bytes_sent for event in ledger.events if not event.operation.endswith(".tell")))
+            optimizer.zero_grad()
+        return counts[0], counts[1]
+
+    for plain, ahead in virtual_world(4).run(program).results:
+        assert ahead == plain
+
+
+def changed_by_hand(table: weft.ShardedEmbedding, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        table.weight.mul_(2.0)
+
+
+def another_batch(table: weft.ShardedEmbedding, optimizer: torch.optim.Optimizer) -> None:
+    """Nobody expected these rows to change."""
+    table(torch.tensor([6, 7])).sum().backward()
+    optimizer.step()
+
+
+def a_checkpoint(table: weft.ShardedEmbedding, optimizer: torch.optim.Optimizer) -> None:
+    table.load_state_dict({"weight": torch.randn(12, 3, generator=torch.Generator().manual_seed(5))})
+
+
+@pytest.mark.parametrize("surprise", [changed_by_hand, another_batch, a_checkpoint])
+@pytest.mark.parametrize("kind", ["lazy", "exact", "sgd"])
+@pytest.mark.parametrize("replicate", [False, True])
+def test_rows_are_right_after_a_surprise(surprise, kind: str, replicate: bool) -> None:
+    def program(axis: weft.Axis) -> bool:
+        table = table_of(axis, replicate=replicate)
+        if kind == "sgd":  # it knows nothing of tables; gradients are sparse, which it takes
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        else:
+            optimizer = weft.RowAdam(table.parameters(), lr=0.1, mode=kind)
+        out = table(THIS)
+        table.prefetch(NEXT)
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        surprise(table, optimizer)
+        return torch.equal(table(NEXT).detach(), rows_now(table, NEXT))
+
+    assert all(virtual_world(3).run(program).results)
+
+
+def test_other_ids_in_between_and_ids_of_some_ranks_only() -> None:
+    def program(axis: weft.Axis) -> list[bool]:
+        table = table_of(axis)
+        table.prefetch(NEXT)
+        right = [torch.equal(table(THIS), rows_now(table, THIS))]  # an evaluation: the rows are kept
+        right.append(table._prefetch is not None)
+        right.append(torch.equal(table(NEXT), rows_now(table, NEXT)))
+        right.append(table._prefetch is None)
+        table.prefetch(NEXT)
+        mine = NEXT if axis.rank else THIS  # rank 0 changed its mind: dropped everywhere
+        right.append(torch.equal(table(mine), rows_now(table, mine)))
+        right.append(table._prefetch is None)
+        table.prefetch(THIS)
+        table.prefetch(NEXT)  # takes the place of the first
+        right.append(torch.equal(table(NEXT), rows_now(table, NEXT)))
+        return right
+
+    for right in virtual_world(3).run(program).results:
+        assert right == [True] * 7
+
+
+def test_a_wrong_id_is_refused_at_once() -> None:
+    def program(axis: weft.Axis) -> str:
+        table = table_of(axis)
+        try:
+            table.prefetch(torch.tensor([12]) if axis.rank == 1 else NEXT)
+        except IndexError as error:
+            return str(error)
+        return "no error"
+
+    assert set(virtual_world(2).run(program).results) == {"embedding: id 12 is not a row of 0..11 (rank 1)"}
