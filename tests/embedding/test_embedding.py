@@ -342,3 +342,17 @@ def test_a_copy_is_a_table_of_its_own() -> None:
 def rows_of(table: weft.ShardedEmbedding) -> Tensor:
     with torch.no_grad():
         return table.full_weight()
+
+
+def test_a_gradient_that_somebody_keeps_is_not_overwritten() -> None:
+    table = weft.ShardedEmbedding(9, 4)
+    kept = []
+    for step in range(4):
+        table(torch.tensor([step, 5, 5])).sum().backward()
+        kept.append((table.weight.grad, table.weight.grad.values(), table.weight.grad.to_dense()))
+        table.weight.grad = None
+        if step == 2:
+            kept[0] = kept[0][1:2] * 3  # only the values are left
+    for step, (_, values, dense) in enumerate(kept[1:], 1):
+        assert torch.equal(values, dense[[step, 5] if step < 5 else [5, step]])
+    assert kept[0][0].tolist() == [[1.0] * 4, [2.0] * 4]

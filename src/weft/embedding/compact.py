@@ -42,16 +42,16 @@ def compact(numbers: Tensor) -> Compact:
     return Compact(ordered[starts], inverse, order, starts)
 
 
-def segment_sum(rows: Tensor, found: Compact, dtype: torch.dtype) -> Tensor:
-    """Rows ``[T, d]`` of equal numbers summed, in the order of position: ``[U, d]`` in ``dtype``.
+def segment_sum(rows: Tensor, found: Compact, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Rows ``[T, d]`` of equal numbers summed, in the order of position: ``[U, d]`` in ``dtype``, in ``out`` if given.
 
     Sums are made at least in fp32 and rounded once, to ``dtype``; always in the same order, so always the same bits.
     """
-    if rows.dtype == dtype:  # a bag's sum over bf16 or fp16 rows is made in fp32 and rounded at its end
+    if rows.dtype == dtype and out is None:  # a bag's sum over bf16 or fp16 rows is made in fp32 and rounded at its end
         if len(found.order) == len(found.starts):  # no duplicates
             return rows.index_select(0, found.order)
         return embedding_bag(found.order, rows, found.starts, mode="sum")
-    sums = rows.new_empty(len(found.starts), rows.shape[1], dtype=dtype)
+    sums = rows.new_empty(len(found.starts), rows.shape[1], dtype=dtype) if out is None else out
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     cuts = [*found.starts[::step].tolist(), len(found.order)]
     for block, (start, end) in enumerate(pairwise(cuts)):  # block by block: wide copies of all rows would be large

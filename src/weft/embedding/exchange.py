@@ -15,6 +15,7 @@ from weft.comm.parcel import exchange_parcels
 from weft.embedding.compact import segment_sum
 from weft.embedding.ids import IdSet, find_ids_fault
 from weft.embedding.ownership import Ownership, find_ownership_fault
+from weft.embedding.spare import SpareMemory
 
 # From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: copying all rows takes no
 # more time than picking nearly all. A push by rows is always the cheaper one: the owner knows its places already.
@@ -212,17 +213,19 @@ class RowExchange:
 
         return Pending(finish)
 
-    def merge(self, received: Sequence[Any]) -> list[Any]:
+    def merge(self, received: Sequence[Any], memory: SpareMemory | None = None) -> list[Any]:
         """What `push` received, for each own row once: (places ``[M]``, sums ``[M, d]``) for each set.
 
         Sums are in rank order and at least in fp32; where a set has a list of tables, a list of such pairs.
+        ``memory``: where to put them.
         """
         merged: list[Any] = []
         for one, boxes in zip(self._sets, received, strict=True):
-            pairs = [
-                (one.merged.unique, segment_sum(box, one.merged, torch.promote_types(box.dtype, torch.float32)))
-                for box in _as_list(boxes)
-            ]
+            pairs, rows = [], len(one.merged.unique)
+            for box in _as_list(boxes):
+                wide = torch.promote_types(box.dtype, torch.float32)
+                out = None if memory is None else memory.take(rows, box.shape[1], wide, box.device)
+                pairs.append((one.merged.unique, segment_sum(box, one.merged, wide, out)))
             merged.append(pairs if _is_list(boxes) else pairs[0])
         return merged
 

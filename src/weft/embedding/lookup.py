@@ -42,7 +42,7 @@ class Lookup(torch.autograd.Function):
             coming = exchange.push([grads])
 
             def collect() -> None:
-                ((places, sums),) = exchange.merge(coming.wait())
+                ((places, sums),) = exchange.merge(coming.wait(), table.memory)
                 table.add_gradient(places, sums.mul_(table.scale))
 
         at_the_end_of_backward(collect)

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from weft.comm import Axis
 from weft.embedding.compact import compact, segment_sum
 from weft.embedding.ownership import Ownership
+from weft.embedding.spare import SpareMemory
 
 
 class RowKeeper(Protocol):
@@ -39,6 +40,7 @@ class RowTable:
         self.weight, self.axis, self.ownership, self.replicate = weight, axis, ownership, replicate
         self.scale = 1.0 / axis.size if reduce == "mean" else 1.0
         self.keeper: RowKeeper | None = None
+        self.memory = SpareMemory()  # of the last gradient
         self.lock = threading.RLock()  # a prefetch reads rows beside the main line
         self.version = 0  # rises with every step
         self._own_writes = 0
