@@ -146,3 +146,17 @@ def test_a_wrong_id_is_refused_at_once() -> None:
         return "no error"
 
     assert set(virtual_world(2).run(program).results) == {"embedding: id 12 is not a row of 0..11 (rank 1)"}
+
+
+@pytest.mark.parametrize("kind", ["lazy", "sgd", "nobody"])
+def test_what_is_expected_does_not_pile_up(kind: str) -> None:
+    table = weft.ShardedEmbedding(12, 3)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    if kind == "lazy":
+        optimizer = weft.RowAdam(table.parameters(), mode="lazy")
+    for _ in range(200):
+        table(THIS).sum().backward()
+        if kind != "nobody":
+            optimizer.step()
+    assert len(table.table._awaiting) <= (64 if kind == "nobody" else 1)
+    assert table.table.will_change(torch.arange(12)).tolist() == [kind != "lazy" and row < 6 for row in range(12)]

@@ -199,7 +199,8 @@ class ShardedEmbedding(nn.Module):
 
     def _open(self, ids: Tensor, gradient: bool) -> RowExchange:
         options = _Options(self.embedding_dim, self.weight.dtype, gradient)
-        return RowExchange.of("embedding", [ids], [self.num_embeddings], self.ownership.kind, self.axis, options)
+        sets, sizes = [ids.to(self.weight.device)], [self.num_embeddings]
+        return RowExchange.of("embedding", sets, sizes, self.ownership.kind, self.axis, options)
 
     def _fetch(self, ids: Tensor, gradient: bool) -> tuple[RowExchange, Tensor]:
         if (early := self._prefetch) is not None:

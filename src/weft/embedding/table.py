@@ -43,7 +43,7 @@ class RowTable:
         self.memory = SpareMemory()  # of the last gradient
         self.lock = threading.RLock()  # a prefetch reads rows beside the main line
         self.version = 0  # rises with every step
-        self._own_writes = 0
+        self._own_writes = self._stepped_by_others = 0
         self._changed: Tensor | None = None  # for each own row the version it last changed in, once somebody asks
         self._awaiting: list[Tensor] = []  # places that have been pulled and will get a gradient before the next step
         weight.row_table = self  # type: ignore[attr-defined]
@@ -129,7 +129,12 @@ class RowTable:
 
     def await_gradient(self, places: Tensor) -> None:
         """These own rows were pulled for a forward that will have a backward."""
+        if self.foreign_writes != self._stepped_by_others:  # an optimizer that does not tell has stepped
+            self._stepped_by_others = self.foreign_writes
+            self._awaiting.clear()
         self._awaiting.append(places)
+        if len(self._awaiting) > 64:  # nobody steps
+            self._awaiting = [torch.cat(self._awaiting).unique()]
 
     def stepped(self, places: Tensor) -> None:
         """A step has changed own rows, besides the restless ones."""
