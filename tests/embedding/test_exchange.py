@@ -169,3 +169,17 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
 
     for words in virtual_world(2).run(program).results:
         assert words == "rows: 2 sets of ids, but 1 table sizes (rank 1)"
+
+
+def test_tables_of_another_size_are_refused() -> None:
+    exchange = weft.RowExchange(torch.tensor([1, 2, 2]), 3)
+    with pytest.raises(
+        ValueError, match=r"rows.pull: tables of shapes \[\[\[4, 2\]\]\] for sets of ids with \[3\] rows"
+    ):
+        exchange.pull([torch.ones(4, 2)])
+    with pytest.raises(
+        ValueError, match=r"rows.push: tables of shapes \[\[\[3, 2\]\]\] for sets of ids with \[2\] rows"
+    ):
+        exchange.push([torch.ones(3, 2)])
+    with pytest.raises(ValueError, match=r"rows\.pull"):
+        exchange.pull([torch.ones(3, 2), torch.ones(3, 2)])

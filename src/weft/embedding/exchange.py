@@ -30,7 +30,6 @@ class _Options:
 
     num_embeddings: tuple[int, ...]
     ownership: str
-    of: object = None  # what the caller adds
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,19 @@ class RowExchange:
     ) -> None:
         sets = [ids] if isinstance(ids, Tensor) else list(ids)
         sizes = [num_embeddings] * len(sets) if isinstance(num_embeddings, int) else list(num_embeddings)
-        self._open("rows", sets, sizes, ownership, Axis.of(group), None)
+        self._open("rows", sets, sizes, ownership, Axis.of(group), _Options(tuple(sizes), ownership))
 
     @classmethod
     def of(
         cls, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
     ) -> RowExchange:
-        """For an operation with a name and options of its own."""
+        """For an operation with a name and options of its own, among them sizes and ownership."""
         exchange = cls.__new__(cls)
         exchange._open(operation, ids, sizes, ownership, axis, options)
         return exchange
 
     def _open(
-        self, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, of: object
+        self, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
     ) -> None:
         fault = find_ids_fault(operation, ids, sizes, axis.rank) or find_ownership_fault(
             operation, ownership, axis.rank
@@ -100,7 +99,7 @@ class RowExchange:
         blank = [0] * len(ids)
         self.call: Call = axis.begin(
             operation,
-            None if fault else _Options(tuple(sizes), ownership, of),
+            None if fault else options,
             tell=totals or blank,
             tell_each=counts if totals else [blank] * axis.size,
             fault=fault,
@@ -164,7 +163,7 @@ class RowExchange:
         tables, a list.
         """
         tables = [_as_list(one) for one in shards]
-        call = self._begin("pull", tables)
+        call = self._begin("pull", tables, [one.ownership.count(self.axis.rank) for one in self._sets])
         self.wait_ids()
         rank = self.axis.rank
         rows = [[x.new_empty(len(one.needed.unique), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
@@ -193,7 +192,7 @@ class RowExchange:
         They travel in their dtype. ``wait()`` gives what the ranks say about this rank's rows, for `merge`.
         """
         tables = [_as_list(one) for one in grads]
-        call = self._begin("push", tables)
+        call = self._begin("push", tables, [len(one.needed.unique) for one in self._sets])
         self.wait_ids()
         rank = self.axis.rank
         boxes = [[x.new_empty(len(one.asked), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
@@ -232,9 +231,18 @@ class RowExchange:
     def _zip(self, tables: Sequence[list[Tensor]]) -> list[tuple[IdSet, list[Tensor]]]:
         return list(zip(self._sets, tables, strict=True))
 
-    def _begin(self, direction: str, tables: Sequence[list[Tensor]]) -> Call:
+    def _begin(self, direction: str, tables: Sequence[list[Tensor]], rows: list[int]) -> Call:
+        operation, shapes = f"{self._operation}.{direction}", [[list(x.shape) for x in xs] for xs in tables]
+        if len(tables) != len(rows) or any(
+            len(shape) != 2 or shape[0] != count for count, of_set in zip(rows, shapes, strict=True) for shape in of_set
+        ):
+            fault = ValueError(
+                f"{operation}: tables of shapes {shapes} for sets of ids with {rows} rows here (rank "
+                f"{self.axis.rank}); pass [rows, width] for each set, or a list of such"
+            )
+            self.axis.begin(operation, fault=fault)
         kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
-        return self.axis.begin(f"{self._operation}.{direction}", _TableOptions(kinds))
+        return self.axis.begin(operation, _TableOptions(kinds))
 
     def _pull_whole(self, call: Call, tables: list[list[Tensor]], rows: list[list[Tensor]]) -> Pending[None]:
         """Every owner sends its whole shard; the needed rows are picked here."""

@@ -41,6 +41,7 @@ class Lookup(torch.autograd.Function):
                 grads[exchange[0].needed.unique == padding_slot] = 0
             coming = exchange.push([grads])
 
+            @torch.no_grad()
             def collect() -> None:
                 ((places, sums),) = exchange.merge(coming.wait(), table.memory)
                 table.add_gradient(places, sums.mul_(table.scale))
@@ -55,7 +56,6 @@ class WholeTable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, table: RowTable) -> Tensor:
         ctx.table = table
-        table.await_gradient(torch.arange(table.ownership.count(table.axis.rank), device=weight.device))
         return all_rows(table.axis, table.ownership, table.current())
 
     @staticmethod
@@ -66,6 +66,7 @@ class WholeTable(torch.autograd.Function):
         parts = [grad[ownership.ids(rank)].to(table.weight.dtype) for rank in range(axis.size)]
         coming = call.sum_to_owners([part.contiguous() for part in parts])
 
+        @torch.no_grad()
         def collect() -> None:
             sums = coming.wait().mul_(table.scale)
             places = torch.arange(len(sums), device=sums.device)

@@ -24,9 +24,11 @@ _BLOCK = 1 << 20  # elements drawn at once, a multiple of 16: blocks of that giv
 
 @dataclass(frozen=True)
 class _Options:
-    """What the ranks must have in common, besides the table's size and ownership."""
+    """What the ranks must have in common."""
 
+    num_embeddings: int
     embedding_dim: int
+    ownership: str
     dtype: torch.dtype
     gradient: bool
 
@@ -186,6 +188,9 @@ class ShardedEmbedding(nn.Module):
 
         Its gradient goes to the owners, densely: a table-sized message in each direction.
         """
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            own = self.ownership.count(self.axis.rank)
+            self.table.await_gradient(torch.arange(own, device=self.weight.device))
         return WholeTable.apply(self.weight, self.table)
 
     @torch.no_grad()
@@ -198,9 +203,10 @@ class ShardedEmbedding(nn.Module):
             self.weight.copy_(whole)
 
     def _open(self, ids: Tensor, gradient: bool) -> RowExchange:
-        options = _Options(self.embedding_dim, self.weight.dtype, gradient)
+        kind = self.ownership.kind
+        options = _Options(self.num_embeddings, self.embedding_dim, kind, self.weight.dtype, gradient)
         sets, sizes = [ids.to(self.weight.device)], [self.num_embeddings]
-        return RowExchange.of("embedding", sets, sizes, self.ownership.kind, self.axis, options)
+        return RowExchange.of("embedding", sets, sizes, kind, self.axis, options)
 
     def _fetch(self, ids: Tensor, gradient: bool) -> tuple[RowExchange, Tensor]:
         if (early := self._prefetch) is not None:
