@@ -42,3 +42,12 @@ def test_importing_weft_does_no_work() -> None:
     )
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and result.stdout == "", result.stderr
+
+
+def test_public_names() -> None:
+    assert set(weft.__all__) == {
+        "Axis", "BigramHashEmbedding", "Machine", "RowAdam", "RowExchange", "ShardedEmbedding", "VirtualWorld",
+        "attention", "clip_grad_norm_", "exclusive_scan", "head_strides", "launch", "linear_attention", "record",
+        "sequence", "shard", "unshard",
+    }  # fmt: skip
+    assert all(callable(getattr(weft, name)) for name in weft.__all__)

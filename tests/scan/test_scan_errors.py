@@ -30,14 +30,6 @@ def test_wrong_arguments_are_told(arguments, kind, words) -> None:
         weft.exclusive_scan(state, **arguments)
 
 
-def test_public_names() -> None:
-    assert set(weft.__all__) == {
-        "Axis", "Machine", "VirtualWorld", "attention", "exclusive_scan", "head_strides", "launch", "linear_attention",
-        "record", "sequence", "shard", "unshard",
-    }  # fmt: skip
-    assert all(callable(getattr(weft, name)) for name in weft.__all__)
-
-
 @pytest.mark.parametrize("ranks", [[0, 0], [1], [0, 7]])
 def test_a_subset_must_be_of_the_axis_and_hold_this_rank(ranks: list[int]) -> None:
     with pytest.raises(ValueError, match=r"Axis.subset: .* with rank 0 among them"):
