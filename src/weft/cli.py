@@ -79,9 +79,10 @@ def bench_rows(
 ) -> None:
     """Training steps of large embedding tables: weft's rows beside dense and sparse data parallelism.
 
-    A step is lookup, backward and Adam. CPU time is summed over the ranks; "x push + dense" compares it, sample by
-    sample, with the best a user has today: touched rows to owners, dense Adam there, and all rows back. Bytes (of the
-    rank that sends most) are counted by the ledger. Every method uses the same fused Adam.
+    A step is lookup, backward and Adam. CPU time is summed over the ranks; "x push" compares it, sample by sample, with
+    the best a user has today: touched rows to owners, dense Adam there, and all rows back. Bytes (of the rank that
+    sends most) are counted by the ledger; density is the share of all rows that a rank needs. Every method uses the
+    same fused Adam. "Dense steps" are those of "auto", made to step whole shards where most rows are touched.
 
     Args:
         ranks: Local processes to start (4 if left out). Leave it out under torchrun.

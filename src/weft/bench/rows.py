@@ -38,7 +38,8 @@ class Case:
     @property
     def name(self) -> str:
         kind = str(self.dtype).removeprefix("torch.").replace("float32", "fp32").replace("bfloat16", "bf16")
-        return f"{self.rows // 1000}k x {self.width} {kind}, {self.tokens} {'Zipf' if self.zipf else 'even'} ids"
+        rows = f"{self.rows // 1_000_000}M" if self.rows >= 1_000_000 else f"{self.rows // 1000}k"
+        return f"{rows} x {self.width} {kind}, {self.tokens} {'Zipf' if self.zipf else 'even'}"
 
     def ids(self, rank: int, step: int) -> Tensor:
         make = torch.Generator().manual_seed(1_000_003 * step + rank)
@@ -56,17 +57,17 @@ CASES = (
 )
 
 COLUMNS = (
-    Column("case", "table and ids of a rank", "{}"),
+    Column("case", "table, ids of a rank", "{}"),
     Column("method", "method", "{}"),
-    Column("cpu_milliseconds", "CPU ms, all ranks", "{:,.0f}"),
-    Column("to_best_today", "x push + dense", "{:.2f}"),
+    Column("cpu_milliseconds", "CPU ms", "{:,.0f}"),
+    Column("to_best_today", "x push", "{:.2f}"),
     Column("milliseconds", "wall ms", "{:,.0f}"),
-    Column("megabytes", "MB sent per rank", "{:,.1f}"),
-    Column("density", "rows needed", "{:.1%}"),
+    Column("megabytes", "MB sent", "{:,.1f}"),
+    Column("density", "density", "{:.1%}"),
     Column("picked", "steps", "{}"),
 )
 PHASES = (
-    Column("case", "table and ids of a rank", "{}"),
+    Column("case", "table, ids of a rank", "{}"),
     Column("push", "push ms", "{:.1f}"),
     Column("compaction", "of it compaction", "{:.1f}"),
     Column("merge", "of it merge", "{:.1f}"),
@@ -143,7 +144,7 @@ class _Weft:
 # name: (mode, costs in place of measured ones)
 WEFT: dict[str, tuple[str, RowCosts | None]] = {
     "weft exact": ("exact", None),
-    "weft exact, dense where most rows are touched": ("auto", RowCosts(1.0, 0.0, 0.0)),
+    "weft exact, dense steps": ("auto", RowCosts(1.0, 0.0, 0.0)),
     "weft auto": ("auto", None),
     "weft lazy": ("lazy", None),
 }
