@@ -94,7 +94,16 @@ def a_checkpoint(table: weft.ShardedEmbedding, optimizer: torch.optim.Optimizer)
     table.load_state_dict({"weight": torch.randn(12, 3, generator=torch.Generator().manual_seed(5))})
 
 
-@pytest.mark.parametrize("surprise", [changed_by_hand, another_batch, a_checkpoint])
+def other_settings(table: weft.ShardedEmbedding, optimizer: torch.optim.Optimizer) -> None:
+    """Rows that were at rest move in the next step: by weight decay, and by momentum that "lazy" had left alone."""
+    for group in optimizer.param_groups:
+        if "mode" in group:  # weft's; torch's SGD takes no weight decay with sparse gradients
+            group["weight_decay"], group["mode"] = 0.5, "exact"
+    table(torch.tensor([0])).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("surprise", [changed_by_hand, another_batch, a_checkpoint, other_settings])
 @pytest.mark.parametrize("kind", ["lazy", "exact", "sgd"])
 @pytest.mark.parametrize("replicate", [False, True])
 def test_rows_are_right_after_a_surprise(surprise, kind: str, replicate: bool) -> None:

@@ -122,8 +122,8 @@ def test_a_checkpoint_of_four_ranks_goes_on_at_any_size(pool: ProcessWorld, tmp_
     torch.testing.assert_close(plain.table.weight.detach(), wanted, rtol=1e-12, atol=1e-12)
 
 
-def beside(axis: weft.Axis, wrap: str) -> tuple[Tensor, Tensor] | None:
-    """One backward of a model whose head is wrapped and whose table is not: gradients of the head and the table."""
+def beside(axis: weft.Axis, wrap: str) -> tuple[Tensor, Tensor, Tensor] | None:
+    """One backward of a model whose head is wrapped and whose table is not: gradients of both, and their norm."""
     group = group_of(axis, [0, 1])
     if group is None:
         return None
@@ -141,7 +141,8 @@ def beside(axis: weft.Axis, wrap: str) -> tuple[Tensor, Tensor] | None:
     whole = torch.zeros(101, 6, dtype=torch.float64)
     whole[model.table.ownership.ids(axis.rank)][places] = rows
     dist.all_reduce(whole, group=group)
-    return head, whole
+    norm = weft.clip_grad_norm_(model.parameters(), 1e9)
+    return head, whole, norm
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
@@ -152,6 +153,8 @@ def test_beside_ddp_and_fsdp2(pool: ProcessWorld, wrap: str) -> None:
     for found in pool.run(beside, wrap)[:2]:
         torch.testing.assert_close(found[0], plain.head.weight.grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found[1], plain.table.weight.grad, rtol=1e-12, atol=1e-12)
+        wanted = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+        torch.testing.assert_close(found[2], wanted, rtol=1e-12, atol=0)
 
 
 def large_table(axis: weft.Axis) -> int | None:

@@ -135,7 +135,8 @@ def test_skipped_steps_are_the_steps_one_by_one(betas: tuple[float, float], dtyp
         assert ((found - w).abs() <= small * (w.abs() + moved + 1)).all(), (base, gap)
         torch.testing.assert_close(skipped.momentum[0] * m0, m.to(dtype), rtol=1e-5, atol=0)
         torch.testing.assert_close(skipped.variance[0] * v0, v.to(dtype), rtol=1e-5, atol=0)
-        assert skipped.points.shape[-1] < max(12, gap)
+        if dtype == torch.float32:
+            assert skipped.points.shape[-1] <= {0.999: 12, 0.95: 32}.get(betas[1], 48)
 
 
 def test_a_row_left_alone_for_long_comes_to_rest() -> None:
@@ -289,12 +290,14 @@ def test_what_cannot_be_right_is_refused() -> None:
     optimizer = weft.RowAdam(table.parameters())
     with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is \[4, 3\] in the state, but the table is \[9, 3\]"):
         optimizer.load_state_dict(weft.RowAdam(table_of(rows=4).parameters()).state_dict())
+    other = table_of()
+    optimizer.add_param_group({"params": other.parameters()})
     before = table.weight.detach().clone()
     backward(table, [1], 0)
-    optimizer.param_groups[0]["lr"] = -1.0
+    optimizer.param_groups[1]["lr"] = -1.0  # of the second group: the first is not stepped either
     with pytest.raises(ValueError, match="must not be negative"):
         optimizer.step()
-    assert torch.equal(before, table.weight)
+    assert torch.equal(before, table.weight) and optimizer.state[table.weight]["step"] == 0
 
 
 def test_state_is_there_before_the_first_step() -> None:

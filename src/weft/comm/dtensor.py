@@ -42,6 +42,11 @@ def rows_here(axis: Axis, value: Tensor) -> Tensor | None:
     return value.to_local() if same else None
 
 
+def is_dtensor(value: Tensor) -> bool:
+    """Whether a tensor lies on the ranks of a mesh."""
+    return isinstance(value, DTensor)
+
+
 def whole_of(value: Tensor) -> Tensor:
     """All rows. Of a DTensor: they are gathered from its ranks, who must all ask."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -6,21 +6,13 @@ A checkpoint's rows lie one after the other (ceil(N/P) on each rank), which is w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.dtensor import as_dtensor, has_process_group, rows_here, whole_of
+from weft.embedding.gather import GatherOptions, all_rows
 from weft.embedding.ownership import Ownership
-
-
-@dataclass(frozen=True)
-class _Options:
-    ownership: Ownership
-    rest: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def to_checkpoint(axis: Axis, ownership: Ownership, mine: Tensor) -> Tensor:
@@ -38,16 +30,6 @@ def from_checkpoint(axis: Axis, ownership: Ownership, value: Tensor) -> Tensor:
     if here is not None:
         return _Trade(axis, ownership).from_blocks(here)
     return whole_of(value)[ownership.ids(axis.rank)]
-
-
-def all_rows(axis: Axis, ownership: Ownership, mine: Tensor) -> Tensor:
-    """The whole table, on every rank: ``[N, ...]``."""
-    call = axis.begin("embedding.gather", _Options(ownership, tuple(mine.shape[1:]), mine.dtype))
-    parts = call.all_gather(mine.contiguous(), [ownership.count(rank) for rank in range(axis.size)]).wait()
-    whole = mine.new_empty(ownership.rows, *mine.shape[1:])
-    for rank, part in enumerate(parts):
-        whole[ownership.ids(rank)] = part
-    return whole
 
 
 class _Trade:
@@ -71,7 +53,7 @@ class _Trade:
         if self._strided.kind == "contiguous":
             return mine
         axis, rank = self._axis, self._axis.rank
-        call = axis.begin("embedding.to_blocks", _Options(self._strided, tuple(mine.shape[1:]), mine.dtype))
+        call = axis.begin("embedding.to_blocks", GatherOptions(self._strided, tuple(mine.shape[1:]), mine.dtype))
         outgoing = [mine[self._meeting(rank, block)] for block in range(axis.size)]
         counts = [_length(self._meeting(owner, rank)) for owner in range(axis.size)]
         block = mine.new_empty(self._blocks.count(rank), *mine.shape[1:])
@@ -83,7 +65,7 @@ class _Trade:
         if self._strided.kind == "contiguous":
             return block
         axis, rank = self._axis, self._axis.rank
-        call = axis.begin("embedding.from_blocks", _Options(self._strided, tuple(block.shape[1:]), block.dtype))
+        call = axis.begin("embedding.from_blocks", GatherOptions(self._strided, tuple(block.shape[1:]), block.dtype))
         outgoing = [block[self._within(owner, rank)].contiguous() for owner in range(axis.size)]
         counts = [_length(self._meeting(rank, other)) for other in range(axis.size)]
         return torch.cat(call.all_to_all(outgoing, counts).wait())

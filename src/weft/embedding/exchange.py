@@ -17,8 +17,8 @@ from weft.embedding.ids import IdSet, find_ids_fault
 from weft.embedding.ownership import Ownership, find_ownership_fault
 from weft.embedding.spare import SpareMemory
 
-# From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: copying all rows takes no
-# more time than picking nearly all. A push by rows is always the cheaper one: the owner knows its places already.
+# From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: nothing is left to pick.
+# Gradients always travel by rows: the owner knows their places already, so the rest would only be zeros.
 DENSE_PULL = 0.95
 
 Shards = Sequence[Tensor | Sequence[Tensor]]  # for each set of ids one table, or several that share it
@@ -182,7 +182,7 @@ class RowExchange:
 
         def finish() -> list[Any]:
             pending.wait()
-            return [outs if _is_list(given) else outs[0] for given, outs in zip(shards, rows, strict=True)]
+            return [_as_given(given, outs) for given, outs in zip(shards, rows, strict=True)]
 
         return Pending(finish)
 
@@ -208,7 +208,7 @@ class RowExchange:
 
         def finish() -> list[Any]:
             pending.wait()
-            return [mine if _is_list(given) else mine[0] for given, mine in zip(grads, boxes, strict=True)]
+            return [_as_given(given, mine) for given, mine in zip(grads, boxes, strict=True)]
 
         return Pending(finish)
 
@@ -225,7 +225,7 @@ class RowExchange:
                 wide = torch.promote_types(box.dtype, torch.float32)
                 out = None if memory is None else memory.take(rows, box.shape[1], wide, box.device)
                 pairs.append((one.merged.unique, segment_sum(box, one.merged, wide, out)))
-            merged.append(pairs if _is_list(boxes) else pairs[0])
+            merged.append(_as_given(boxes, pairs))
         return merged
 
     def _zip(self, tables: Sequence[list[Tensor]]) -> list[tuple[IdSet, list[Tensor]]]:
@@ -264,9 +264,11 @@ class RowExchange:
         return Pending(finish)
 
 
-def _is_list(given: Any) -> bool:
-    return not isinstance(given, Tensor)
-
-
 def _as_list(given: Any) -> list[Tensor]:
-    return list(given) if _is_list(given) else [given]
+    """The tables of a set of ids: one, or a list of them."""
+    return [given] if isinstance(given, Tensor) else list(given)
+
+
+def _as_given(given: Any, values: list[Any]) -> Any:
+    """A value for each table, as a list where tables were given as one."""
+    return values[0] if isinstance(given, Tensor) else values

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from weft.embedding.checkpoint import all_rows
 from weft.embedding.exchange import RowExchange
+from weft.embedding.gather import all_rows
 from weft.embedding.table import RowTable
 
 

@@ -49,6 +49,10 @@ class Ownership:
         ids = ids.long()
         return ids % self.size * self.stride + ids // self.size if self.kind == "strided" else ids
 
+    def ids_at(self, slots: Tensor) -> Tensor:
+        """The id of each slot."""
+        return slots % self.stride * self.size + slots // self.stride if self.kind == "strided" else slots
+
 
 def find_ownership_fault(operation: str, kind: object, rank: int) -> ValueError | None:
     """The error for an ownership nobody knows."""

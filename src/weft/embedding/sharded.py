@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.eager import eager
-from weft.embedding.checkpoint import all_rows, from_checkpoint, to_checkpoint
+from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.embedding.exchange import RowExchange
+from weft.embedding.gather import all_rows
 from weft.embedding.lookup import Lookup, WholeTable
 from weft.embedding.ownership import Ownership, find_ownership_fault
 from weft.embedding.prefetch import Prefetch
@@ -162,7 +163,8 @@ class ShardedEmbedding(nn.Module):
         with torch.no_grad():
             exchange, rows = self._fetch(ids, gradient)
             if self.replicate:
-                self._refresh(exchange, rows)
+                with self.table.writing():
+                    self.weight.detach()[self.ownership.ids_at(exchange[0].needed.unique)] = rows
         if gradient:
             self.table.await_gradient(exchange[0].asked)
         padding = None
@@ -219,12 +221,6 @@ class ShardedEmbedding(nn.Module):
         exchange.wait_ids()
         (rows,) = exchange.pull([self.table.current(exchange[0].merged.unique)]).wait()
         return exchange, rows
-
-    def _refresh(self, exchange: RowExchange, rows: Tensor) -> None:
-        slots, stride, size = exchange[0].needed.unique, self.ownership.stride, self.axis.size
-        ids = slots % stride * size + slots // stride if self.ownership.kind == "strided" else slots
-        with self.table.writing():
-            self.weight.detach()[ids] = rows
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = to_checkpoint(self.axis, self.ownership, self.table.current().contiguous())

@@ -144,9 +144,15 @@ class RowTable:
             self._changed[places] = self.version
 
     def changed_since(self, places: Tensor, version: int) -> Tensor:
-        """Of own rows that were not restless: whether they have changed since ``version``."""
+        """Of own rows that were not expected to change: whether they have since ``version``.
+
+        Also those that move by themselves now: since then weight decay or another mode may have been switched on.
+        """
         assert self._changed is not None, "will_change is asked first"
-        return self._changed[places] > version
+        found = self._changed[places] > version
+        if self.keeper is not None and self.version > version:
+            found |= self.keeper.is_restless(self, places)
+        return found
 
     def will_change(self, places: Tensor) -> Tensor:
         """Of own rows: whether the next step is expected to change them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.dtensor import whole_of
+from weft.comm.dtensor import is_dtensor, whole_of
 from weft.embedding import RowTable
 
 
@@ -44,7 +44,8 @@ def clip_grad_norm_(
     tables = [table for table in (getattr(one, "row_table", None) for one in listed) if isinstance(table, RowTable)]
     weights = {id(table.weight) for table in tables}
     plain = [one.grad for one in listed if id(one) not in weights and one.grad is not None]
-    norms = [whole_of(torch.nn.utils.get_total_norm(plain, norm_type))] if plain else []
+    kinds = [[grad for grad in plain if is_dtensor(grad) == sharded] for sharded in (False, True)]
+    norms = [whole_of(torch.nn.utils.get_total_norm(some, norm_type)) for some in kinds if some]
     norms += [_norm_over_ranks(axis, some, norm_type) for axis, some in _by_axis(tables)]
     if not norms:
         return torch.tensor(0.0)
@@ -52,9 +53,8 @@ def clip_grad_norm_(
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for one in listed:
-        if id(one) not in weights and one.grad is not None:
-            one.grad.mul_(float(scale))
+    for grad in plain:
+        grad.mul_(float(scale))
     for table in tables:
         found = table.gradient()
         if found is not None:

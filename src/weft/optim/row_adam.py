@@ -136,6 +136,7 @@ class RowAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             _check(group)
+        for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
                     self._step(group, weight)
@@ -198,9 +199,7 @@ class RowAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def catch_up(self, table: RowTable, places: Tensor | None) -> None:
         """Bring own rows of a table (None: all) to where the last step left it."""
-        rows = self._rows[table.weight]
-        if self._mode_of(table.weight) != "lazy":
-            rows.catch_up(places, for_step=False)
+        self._rows[table.weight].catch_up(places, for_step=False)
 
     def is_restless(self, table: RowTable, places: Tensor) -> Tensor:
         """Of own rows: whether the next step changes them even if they get no gradient."""
@@ -214,9 +213,6 @@ class RowAdam(torch.optim.Optimizer):
     def _group_of(self, weight: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(weight is one for one in group["params"]))
 
-    def _mode_of(self, weight: Tensor) -> str:
-        return self._group_of(weight)["mode"]
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with all rows up to date and moments of the whole table, as DTensors; all ranks must ask."""
@@ -226,8 +222,7 @@ class RowAdam(torch.optim.Optimizer):
         numbered = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in enumerate(numbered):
             rows = self._rows[weight]
-            if self._mode_of(weight) != "lazy":
-                rows.catch_up(None, for_step=True)
+            rows.catch_up(None, for_step=True)
             table = rows.table
             whole = {name: to_checkpoint(table.axis, table.ownership, self.state[weight][name]) for name in _MOMENTS}
             saved["state"][number] = {"step": self.state[weight]["step"].clone(), **whole}

@@ -26,7 +26,7 @@ class RowCosts:
     @staticmethod
     def measure(shard: Shard) -> RowCosts:
         """Time both ways on scratch rows of the same kind, a few milliseconds."""
-        rows = 4 * shard.block
+        rows = shard.block
         weight = torch.zeros(rows, shard.width, dtype=shard.weight.dtype, device=shard.weight.device)
         moments = [shard.exp_avg.new_ones(rows, shard.width) for _ in range(2)]
         scratch, grads = Shard(weight, moments[0], moments[1]), shard.exp_avg.new_ones(rows, shard.width)
@@ -40,9 +40,6 @@ class RowCosts:
                 best = min(best, time.perf_counter() - start)
             return best
 
-        copied, dense, half = (
-            seconds(step_rows, places),
-            seconds(step_dense, places),
-            seconds(step_dense, places[::2].contiguous()),
-        )
+        copied, dense = seconds(step_rows, places), seconds(step_dense, places)
+        half = seconds(step_dense, places[::2].contiguous())
         return RowCosts(copied / rows, dense / rows, max(0.0, 2 * (half - dense) / rows))

@@ -14,7 +14,7 @@ interpolated in a few Chebyshev points X_k that serve all rows, and the sum beco
 
     F(s) = sum_k  W_k / (s X_k + eps)                                                 k = 1 .. K
 
-right to rounding for every s: K is 4 to 12 for betas (0.9, 0.999) and about 30 for (0.9, 0.95), in fp32, instead of
+right to rounding for every s: in fp32 K is at most 12 for betas (0.9, 0.999) and 32 for (0.9, 0.95), instead of
 hundreds of steps. How many points are needed is found by comparing with the sum itself. m and v fade as b1^j and b2^j;
 once the updates still to come are below rounding (`StepHistory.horizon`), momentum is dropped and the row is at rest.
 """
