@@ -58,25 +58,28 @@ def test_rows_that_a_step_leaves_alone_travel_before_it(size: int, mode: str) ->
         assert sum(early for _, early, _, _ in results) == 4 * (size - 1) * row + 4 * sum(x[3] for x in results)
 
 
-def test_all_but_the_marks_is_as_much_as_a_plain_pull() -> None:
-    def program(axis: weft.Axis) -> tuple[int, int]:
+def test_a_prefetch_sends_what_a_pull_sends_and_a_bit_for_each_row() -> None:
+    size = 4
+
+    def program(axis: weft.Axis) -> tuple[int, int, int, float]:
         table = table_of(axis, 400)
         optimizer = weft.RowAdam(table.parameters(), lr=0.1)
         ids = torch.randint(0, 400, (100,), generator=torch.Generator().manual_seed(axis.rank))
-        counts = []
+        rows, words = [], []
         for ahead in (False, True):
             table(torch.arange(200)).sum().backward()
             with weft.record() as ledger:
                 if ahead:
                     table.prefetch(ids)
                 optimizer.step()
-                table(ids)
-            counts.append(sum(event.bytes_sent for event in ledger.events if not event.operation.endswith(".tell")))
+                exchange = table(ids).grad_fn.how[1]
+            rows.append(sum(event.bytes_sent for event in ledger.events if not event.operation.endswith(".tell")))
+            words.append(sum(event.bytes_sent for event in ledger.events if event.operation == "embedding.tell"))
             optimizer.zero_grad()
-        return counts[0], counts[1]
+        return rows[0], rows[1], words[1] - words[0], len(exchange[0].asked) / 8
 
-    for plain, ahead in virtual_world(4).run(program).results:
-        assert ahead == plain
+    for plain, ahead, marks, bits in virtual_world(size).run(program).results:
+        assert ahead == plain and 0 < marks <= bits + size
 
 
 def changed_by_hand(table: weft.ShardedEmbedding, optimizer: torch.optim.Optimizer) -> None:
