@@ -46,7 +46,7 @@ def test_importing_weft_does_no_work() -> None:
 
 def test_public_names() -> None:
     assert set(weft.__all__) == {
-        "Axis", "BigramHashEmbedding", "Machine", "RowAdam", "RowExchange", "ShardedEmbedding", "VirtualWorld",
+        "Axis", "BigramHashEmbedding", "Machine", "REKLS", "RowAdam", "RowExchange", "ShardedEmbedding", "VirtualWorld",
         "attention", "clip_grad_norm_", "exclusive_scan", "head_strides", "launch", "linear_attention", "record",
         "sequence", "shard", "unshard",
     }  # fmt: skip
