@@ -6,6 +6,7 @@ Only operators that round once: parts of a tensor then get the bits that the who
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def advance(
     state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
 ) -> tuple[dict[str, Any], Tensor]:
     """The state after a step and what is to be subtracted from the weight, both new."""
+    limit = math.sqrt(torch.finfo(grad.dtype).max) / 16  # whose square still fits; torch's AdamW never moves again
+    grad = grad.clamp(-limit, limit)
     decayed = grad if weight is None else grad + weight * settings.weight_decay
     direction, first, second = adam_direction(decayed, state["exp_avg"], state["exp_avg_sq"], state["step"], settings)
     return {"exp_avg": first, "exp_avg_sq": second}, direction.mul_(settings.lr)

@@ -44,7 +44,8 @@ def save_tensors(
         for at, route, piece in zip(some, routes, pieces, strict=True):
             index, plan, name = items[at]
             assert piece is not None
-            saved[index][name] = _as_saved(parameters[index], plan, route, piece)
+            shape = _saved_shape(parameters[index], plan, name)
+            saved[index][name] = _as_saved(parameters[index], plan, route, piece, shape)
     return saved
 
 
@@ -101,11 +102,9 @@ def _saved_shape(parameter: Tensor, plan: Plan, name: str) -> tuple[int, ...]:
     """The shape a checkpoint has of a tensor of the state: that of the whole parameter, for moments of AdamW."""
     if plan.has_factors:
         return plan.layout[name][0]
-    return (
-        tuple(parameter.shape)
-        if is_dtensor(parameter)
-        else (*plan.placement.whole[:1], *parameter.shape[1:])[: parameter.ndim]
-    )
+    if is_dtensor(parameter) or parameter.ndim == 0:
+        return tuple(parameter.shape)
+    return plan.placement.whole if parameter.ndim <= 2 else (plan.placement.whole[0], *parameter.shape[1:])
 
 
 def _row_route(plan: Plan, name: str) -> Route:
@@ -126,14 +125,12 @@ def _chunks(rows: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(each, rows - rank * each)) for rank in range(ranks))
 
 
-def _as_saved(parameter: Tensor, plan: Plan, route: Route, piece: Tensor) -> Tensor:
+def _as_saved(parameter: Tensor, plan: Plan, route: Route, piece: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not plan.has_factors and is_dtensor(parameter):
-        return like_parameter(parameter, piece.view(local_of(parameter).shape))
-    if not plan.has_factors:
-        piece = piece.reshape(*piece.shape[:1], *parameter.shape[1:]) if parameter.ndim else piece.reshape(())
+        return like_parameter(parameter, piece.reshape(local_of(parameter).shape))
     if not any(isinstance(role, Sharded) for role in route.roles):
-        return piece
-    return as_dtensor(plan.everywhere.axes[-1], piece, route.whole[0])
+        return piece.reshape(shape)
+    return as_dtensor(plan.everywhere.axes[-1], piece.reshape(len(piece), *shape[1:]), shape[0])
 
 
 def _as_loaded(parameter: Tensor, plan: Plan, route: Route, value: Tensor) -> Tensor:
@@ -171,7 +168,7 @@ def _part_route(plan: Plan) -> Route:
 
 
 def _join(held: Sequence[tuple[Plan, Tensor | None]]) -> list[Tensor | None]:
-    """Whole tensors at their homes: what AdamW keeps in parts is put together."""
+    """Whole tensors at their homes, None elsewhere: what AdamW keeps on several ranks is put together."""
     return _between(held, lambda owners, routes, tensors: owners.gather("REKLS.join", routes, tensors).wait())
 
 
@@ -183,7 +180,7 @@ def _cut(held: Sequence[tuple[Plan, Tensor | None]]) -> list[Tensor | None]:
 
 def _between(held: Sequence[tuple[Plan, Tensor | None]], move: Any) -> list[Tensor | None]:
     found = [tensor for _, tensor in held]
-    parts = [index for index, (plan, _) in enumerate(held) if plan.is_cut_by_adamw]
+    parts = [index for index, (plan, _) in enumerate(held) if not plan.has_factors]
     for owners, some in _by_owners([held[index][0].everywhere for index in parts]):
         chosen = [parts[at] for at in some]
         moved = move(owners, [_part_route(held[index][0]) for index in chosen], [found[index] for index in chosen])

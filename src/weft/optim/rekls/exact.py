@@ -24,8 +24,6 @@ from weft.optim.rekls.adam import adam_direction
 from weft.optim.rekls.eigen import decompose
 from weft.optim.rekls.settings import Layout, Settings
 
-_LARGEST = 2.0**40  # of a gradient's entries: squares over eps still fit into fp32
-
 
 def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
     """The shape and dtype of each tensor of the state that is saved."""
@@ -89,8 +87,9 @@ def _transposed(basis: Tensor | None) -> Tensor | None:
 
 
 def _within_range(grad: Tensor) -> Tensor:
-    """The gradient, or where an entry is over 2^40, where the published update is not finite, a power of two of it."""
+    """The gradient, or a power of two of it where an entry is so large (2^40 in fp32) that its square over eps is not
+    finite, nor is the published update.
+    """  # fmt: skip
+    limit = math.sqrt(torch.finfo(grad.dtype).max) * 2.0**-24
     largest = float(grad.abs().amax()) if grad.numel() else 0.0
-    if largest <= _LARGEST:
-        return grad
-    return grad * 2.0 ** -math.ceil(math.log2(largest / _LARGEST))
+    return grad if largest <= limit else grad * 2.0 ** -math.ceil(math.log2(largest / limit))

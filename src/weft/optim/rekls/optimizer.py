@@ -102,7 +102,7 @@ class REKLS(torch.optim.Optimizer):
         self._axes: list[Axis] = []
         self._under_way: Step | None = None
         self._reason: str | None = None  # why the step under way will change nothing
-        self._told_by_scaler = False
+        self._passed_over = False  # because a GradScaler found infinities
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -154,11 +154,11 @@ class REKLS(torch.optim.Optimizer):
             tuple(settings for _, settings in groups), bool(found_inf is not None and found_inf > 0),
             next((fault for fault in faults if fault is not None), None),
         )  # fmt: skip
-        self._reason, self._told_by_scaler = findings.nonfinite, findings.found_inf
-        if findings.nonfinite or findings.found_inf:
-            tasks = []
+        self._passed_over = findings.found_inf
+        self._reason = None if findings.found_inf else findings.nonfinite
+        stays = findings.found_inf or findings.nonfinite is not None
         self._under_way = Step([
-            task for task, present in zip(tasks, findings.present, strict=False) if present
+            task for task, present in zip(tasks, findings.present, strict=True) if present and not stays
         ])  # fmt: skip
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class REKLS(torch.optim.Optimizer):
         if step is None or not step.worked:
             raise RuntimeError(f"REKLS: finish() without a work() before it; {_PARTS}")
         self._under_way = None
-        reason = self._reason or (None if self._told_by_scaler else self._ask_owners(step))
+        reason = self._reason or (None if self._passed_over else self._ask_owners(step))
         step.finish(self.state, reason is None)
         if reason is None:
             return

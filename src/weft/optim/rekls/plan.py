@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.dtensor import is_dtensor
-from weft.optim.owners import Averaged, Owners, Place, Replicated, Route, Sharded
+from weft.optim.owners import Averaged, Owners, Place, Replicated, Route
 from weft.optim.rekls import adam, exact, stable
 from weft.optim.rekls.placement import Placement, is_matrix
 from weft.optim.rekls.settings import Layout, Settings
@@ -47,11 +47,6 @@ class Plan:
     @property
     def has_factors(self) -> bool:
         return self.rule is not adam
-
-    @property
-    def is_cut_by_adamw(self) -> bool:
-        """Whether the ranks of an axis step parts of it, each its own."""
-        return not self.has_factors and any(isinstance(role, Sharded) for role in self.placement.roles)
 
     def fresh(self, device: torch.device) -> dict[str, Any]:
         """The state before the first step, where this rank does the work."""
