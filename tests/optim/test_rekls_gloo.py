@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -177,16 +178,28 @@ def parts_of(whole: list[Tensor], axis: weft.Axis) -> Weights:
     return Weights([part_of(one, kind, axis.rank, axis.size, True) for one, kind in zip(whole, KINDS, strict=True)])
 
 
-def save_parts(axis: weft.Axis, folder: str, variant: str) -> None:
-    model = parts_of(weights(), axis)
-    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.01, variant=variant)
-    steps_on(model, optimizer, axis.rank, axis.size, range(5))
+def over_mesh(axis: weft.Axis, mesh: str) -> tuple[weft.Axis, weft.Axis | None]:
+    """(tensor axis, data axis): all ranks, or 2 x 2. Every data rank has the same gradients."""
+    if mesh == "tensor":
+        return axis, None
+    data, tensor = two_by_two(axis, "data first")
+    return weft.Axis.of(tensor), weft.Axis.of(data)
+
+
+def save_parts(axis: weft.Axis, folder: str, variant: str, mesh: str) -> None:
+    tensor, data = over_mesh(axis, mesh)
+    model = parts_of(weights(), tensor)
+    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.01, variant=variant, group=tensor, data_group=data)
+    steps_on(model, optimizer, tensor.rank, tensor.size, range(5))
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
 
 
-def go_on_with_parts(axis: weft.Axis, folder: str, variant: str, start: list[Tensor], alone: bool) -> list[Tensor]:
+def go_on_with_parts(
+    axis: weft.Axis, folder: str, variant: str, start: list[Tensor], alone: bool, mesh: str = "tensor"
+) -> list[Tensor]:
+    axis, data = over_mesh(axis, mesh)
     model = parts_of(start, axis)
-    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.5, variant=variant)
+    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.5, variant=variant, group=axis, data_group=data)
     content = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(content, checkpoint_id=folder, no_dist=alone)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
@@ -201,14 +214,19 @@ def two() -> Iterator[ProcessWorld]:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("mesh", ["tensor", "data x tensor"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_checkpoint_of_four_goes_on_at_any_size(
-    four: ProcessWorld, two: ProcessWorld, tmp_path: Path, variant: str
+    four: ProcessWorld, two: ProcessWorld, tmp_path: Path, variant: str, mesh: str
 ) -> None:
     wanted, middle = train_alone(10, variant=variant), train_alone(5, variant=variant)
-    four.run(save_parts, str(tmp_path), variant)
+    four.run(save_parts, str(tmp_path), variant, mesh)
     for world in (four, two):
         assert_same(wanted, world.run(go_on_with_parts, str(tmp_path), variant, middle, False), True)
+    other = "tensor" if mesh != "tensor" else "data x tensor"
+    rows = four.run(go_on_with_parts, str(tmp_path), variant, middle, False, other)
+    for row in [rows] if other == "tensor" else [rows[:2], rows[2:]]:
+        assert_same(wanted, row, True)
     alone = go_on_with_parts(weft.Axis.of(None), str(tmp_path), variant, middle, True)
     assert_same(wanted, [alone], True)
 
@@ -253,3 +271,17 @@ def test_a_checkpoint_of_dtensors_goes_on_at_any_size(
     for parameters in found:
         for mine, wanted in zip(parameters, whole(model), strict=True):
             assert torch.equal(mine, wanted)
+
+
+def run_example(axis: weft.Axis, path: str) -> list[float]:
+    return runpy.run_path(path)["train"](axis, 20)
+
+
+@pytest.mark.processes
+def test_the_example_follows_one_process(two: ProcessWorld) -> None:
+    path = Path(__file__).parents[2] / "examples" / "rekls.py"
+    assert len(path.read_text().splitlines()) < 60
+    alone = run_example(weft.Axis.of(None), str(path))
+    assert alone[-1] < 0.5 * alone[0]
+    for losses in two.run(run_example, str(path)):
+        assert losses == pytest.approx(alone, rel=1e-5)

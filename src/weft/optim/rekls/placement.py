@@ -124,11 +124,11 @@ def _extend(
     dim = role if isinstance(role, int) else None
     alike = [tuple(size for at, size in enumerate(row) if at != dim) for row in rows]
     if any(one != alike[0] for one in alike):
-        kind = "is cut along dimension " + str(dim) if dim is not None else "must have the same shape on all ranks"
+        kind = f"is cut along dimension {dim} over" if dim is not None else "must have one shape on all"
         shown = "; ".join(f"{list(row)} on rank {rank}" for rank, row in enumerate(rows))
-        raise ValueError(f"REKLS: parameter {number} {kind} of {axis.size}, but is {shown}")
-    whole, kind_of = placement.whole, Averaged() if role == "averaged" else Replicated()
-    new: Role = kind_of
+        raise ValueError(f"REKLS: parameter {number} {kind} {axis.size} ranks, but is {shown}")
+    whole = placement.whole
+    new: Role = Averaged() if role == "averaged" else Replicated()
     if dim is not None:
         sizes = tuple(row[dim] for row in rows)
         whole = (*whole[:dim], sum(sizes), *whole[dim + 1 :])

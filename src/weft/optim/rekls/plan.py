@@ -93,11 +93,7 @@ class Planner:
     ) -> list[Plan]:
         """A plan for each parameter; the costliest are given away first."""
         settings = Settings.of(group)
-        costs = [
-            sum(dim**3 for dim in placement.whole if settings.factored(dim)) + torch.Size(placement.whole).numel()
-            if is_matrix(parameter, group) else torch.Size(placement.local).numel()
-            for parameter, placement in zip(parameters, placements, strict=True)
-        ]  # fmt: skip
+        costs = [_cost(*pair, group) for pair in zip(parameters, placements, strict=True)]
         plans: dict[int, Plan] = {}
         for index in sorted(range(len(parameters)), key=lambda index: -costs[index]):
             parameter, placement = parameters[index], placements[index]
@@ -117,6 +113,14 @@ class Planner:
                 replicated,
             )  # fmt: skip
         return [plans[index] for index in range(len(parameters))]
+
+
+def _cost(parameter: Tensor, placement: Placement, group: dict[str, Any]) -> float:
+    """What the work on a parameter costs, the same on every rank: decompositions and a pass over the elements."""
+    elements = parameter.numel() if is_dtensor(parameter) else torch.Size(placement.whole).numel()
+    if not is_matrix(parameter, group):
+        return elements
+    return elements + sum(dim**3 for dim in placement.whole if dim <= group["max_factor_dim"])
 
 
 def in_waves(plans: Sequence[Plan]) -> list[list[int]]:
