@@ -282,10 +282,8 @@ def test_shards_that_do_not_fit_are_refused_on_every_rank() -> None:
         rows = torch.nn.Parameter(torch.ones(2, 3 + (axis.rank == 1)))
         weft.REKLS([{"params": [rows], "partition_dim": 0}], lr=0.1, group=axis)
 
-    words = (
-        "REKLS: parameter 0 is cut along dimension 0 of 3, but is [2, 3] on rank 0; [2, 4] on rank 1; [2, 3] on rank 2"
-    )
-    assert errors_of(program) == [words] * 3
+    shapes = "[2, 3] on rank 0; [2, 4] on rank 1; [2, 3] on rank 2"
+    assert errors_of(program) == [f"REKLS: parameter 0 is cut along dimension 0 over 3 ranks, but is {shapes}"] * 3
 
     def other(axis: weft.Axis) -> None:
         weft.REKLS([torch.nn.Parameter(torch.ones(2 + axis.rank, 3))], lr=0.1, group=axis)

@@ -206,18 +206,16 @@ def test_a_decomposition_that_fails(broken: str, monkeypatch: pytest.MonkeyPatch
             assert words == "" and torch.isfinite(after).all()
 
 
-def test_a_mean_that_overflows() -> None:
-    """Every rank's gradient is finite, their sum is not."""
-
-    def program(axis: weft.Axis) -> tuple[str, bool]:
+def test_a_sum_that_overflows_has_a_mean() -> None:
+    def program(axis: weft.Axis) -> Tensor:
         weight = torch.nn.Parameter(torch.ones(2, 3))
         optimizer = weft.REKLS([weight], lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
         weight.grad = torch.full((2, 3), 3e38)
-        with pytest.raises(RuntimeError, match="could not be computed") as caught:
-            optimizer.step()
-        return str(caught.value), torch.equal(weight.detach(), torch.ones(2, 3))
+        optimizer.step()
+        return weight.detach()
 
-    assert all(kept for _, kept in virtual_world(2).run(program).results)
+    for weight in virtual_world(2).run(program).results:
+        assert torch.isfinite(weight).all() and (weight < 1).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -235,7 +235,14 @@ def _joined(role: Role, parts: list[Tensor]) -> Tensor:
     """The pieces of all ranks of an axis as one tensor."""
     if isinstance(role, Sharded):
         return torch.cat(parts, role.dim)
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         total += part
-    return total.div_(len(parts))
+    total.div_(len(parts))
+    if bool(torch.isfinite(total).all()):
+        return total
+    total = parts[0].to(wide) / len(parts)  # the sum does not fit, but the mean does
+    for part in parts[1:]:
+        total += part.to(wide) / len(parts)
+    return total

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.wire import SoloWire
+from weft.optim.gradients import compare_gradients
 from weft.optim.rekls.checkpoint import load_tensors, save_tensors
-from weft.optim.rekls.gradients import compare_gradients
 from weft.optim.rekls.placement import find_parameter_fault, find_placements
 from weft.optim.rekls.plan import VARIANTS, Plan, Planner
 from weft.optim.rekls.settings import ON_NONFINITE, Settings, find_group_fault
@@ -150,9 +150,10 @@ class REKLS(torch.optim.Optimizer):
         faults = (find_group_fault(group, tuple(VARIANTS)) for group in self.param_groups)
         found_inf = getattr(self, "found_inf", None)
         findings = compare_gradients(
-            [task.parameter for task in tasks], [task.plan for task in tasks], self._axes, self._tensor_axis,
-            tuple(settings for _, settings in groups), bool(found_inf is not None and found_inf > 0),
-            next((fault for fault in faults if fault is not None), None),
+            "REKLS", [task.parameter for task in tasks], [task.plan.name for task in tasks], self._axes,
+            tuple(settings for _, settings in groups), found_inf=bool(found_inf is not None and found_inf > 0),
+            fault=next((fault for fault in faults if fault is not None), None),
+            replicated=[task.plan.replicated for task in tasks], replicated_over=self._tensor_axis,
         )  # fmt: skip
         self._passed_over = findings.found_inf
         self._reason = None if findings.found_inf else findings.nonfinite

@@ -13,7 +13,6 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.dtensor import local_of
 from weft.errors import name_ranks
-from weft.optim.rekls.plan import Plan
 from weft.optim.verdict import tell_all
 
 _BITS = 62  # of an integer, for a bit each
@@ -37,37 +36,40 @@ class Findings:
 
 
 def compare_gradients(
-    parameters: Sequence[Tensor], plans: Sequence[Plan], axes: Sequence[Axis], tensor_axis: Axis,
-    settings: tuple[object, ...], found_inf: bool, fault: Exception | None,
+    optimizer: str, parameters: Sequence[Tensor], names: Sequence[str], axes: Sequence[Axis],
+    settings: tuple[object, ...], *, found_inf: bool, fault: Exception | None,
+    replicated: Sequence[bool] = (), replicated_over: Axis | None = None,
 ) -> Findings:  # fmt: skip
     """Compare over all ranks: integers only, one small round for each axis.
 
-    Raises on every rank if a gradient is missing on some, if those of replicated parameters differ, or if a rank has
-    found a ``fault``.
+    Raises on every rank if a gradient is missing on some, if those of ``replicated`` parameters differ between the
+    ranks of ``replicated_over``, if ranks have other ``settings``, or if one has found a ``fault``.
     """
     grads = [None if parameter.grad is None else local_of(parameter.grad) for parameter in parameters]
     bits = [sum((grad is not None) << at for at, grad in enumerate(grads[start : start + _BITS]))
             for start in range(0, len(grads), _BITS)]  # fmt: skip
     bad = _first_nonfinite(grads)
-    norm = _norm([grad for grad, plan in zip(grads, plans, strict=True) if grad is not None and plan.replicated])
+    alike = [grad for grad, same in zip(grads, replicated, strict=False) if same and grad is not None]
     # found_inf, 1 + the parameter that is not finite, its rank on each axis; norm; bits of all ranks; bits of any
     head = [int(found_inf), bad, *(axis.rank for axis in axes)]
-    numbers = [*head, struct.unpack("q", struct.pack("d", norm))[0], *bits, *bits]
+    numbers = [*head, struct.unpack("q", struct.pack("d", _norm(alike)))[0], *bits, *bits]
 
     def merge(axis: Axis, told: list[tuple[int, ...]]) -> list[int]:
         first = next((row for row in told if row[1]), told[0])
         columns = list(zip(*(row[len(head) :] for row in told), strict=True))
         everywhere = [_over(column, both=True) for column in columns[1 : 1 + len(bits)]]
         anywhere = [_over(column, both=False) for column in columns[1 + len(bits) :]]
-        _refuse_missing(axis, plans, [row[len(head) + 1 : len(head) + 1 + len(bits)] for row in told], anywhere)
-        if axis is tensor_axis and not first[1]:
-            _refuse_different(axis, columns[0])
+        _refuse_missing(
+            optimizer, axis, names, [row[len(head) + 1 : len(head) + 1 + len(bits)] for row in told], anywhere
+        )
+        if axis is replicated_over and not first[1]:
+            _refuse_different(optimizer, axis, columns[0])
         return [max(row[0] for row in told), *first[1 : len(head)], columns[0][0], *everywhere, *anywhere]
 
-    known = tell_all(axes, "REKLS.step", _Options(settings), numbers, merge, fault)
+    known = tell_all(axes, f"{optimizer}.step", _Options(settings), numbers, merge, fault)
     present = [bool(known[len(head) + 1 + at // _BITS] >> at % _BITS & 1) for at in range(len(grads))]
     where = ", ".join(f"rank {rank} of {axis.size}" for axis, rank in zip(axes, known[2 : len(head)], strict=True))
-    words = f"the gradient of {plans[known[1] - 1].name} is not finite" if known[1] else None
+    words = f"the gradient of {names[known[1] - 1]} is not finite" if known[1] else None
     return Findings(present, words and words + (f" on {where}" if where else ""), bool(known[0]))
 
 
@@ -92,22 +94,24 @@ def _norm(grads: Sequence[Tensor], order: float = 2.0) -> float:
     return float(torch.nn.utils.get_total_norm(filled, order)) if filled else 0.0
 
 
-def _refuse_missing(axis: Axis, plans: Sequence[Plan], rows: list[tuple[int, ...]], anywhere: list[int]) -> None:
-    for index, plan in enumerate(plans):
+def _refuse_missing(
+    optimizer: str, axis: Axis, names: Sequence[str], rows: list[tuple[int, ...]], anywhere: list[int]
+) -> None:
+    for index, name in enumerate(names):
         word, bit = index // _BITS, index % _BITS
         without = [rank for rank, row in enumerate(rows) if not row[word] >> bit & 1]
         if without and anywhere[word] >> bit & 1:
             raise ValueError(
-                f"REKLS: {plan.name} has no gradient on {name_ranks(without)} of {axis.size}, but on other ranks; "
+                f"{optimizer}: {name} has no gradient on {name_ranks(without)} of {axis.size}, but on other ranks; "
                 f"give it one on all ranks (zeros if it was not used) or on none"
             )
 
 
-def _refuse_different(axis: Axis, column: tuple[int, ...]) -> None:
+def _refuse_different(optimizer: str, axis: Axis, column: tuple[int, ...]) -> None:
     norms = [struct.unpack("d", struct.pack("q", number))[0] for number in column]
     if any(abs(norm - norms[0]) > _ALIKE * max(norm, norms[0]) for norm in norms):
         shown = ", ".join(f"{norm:.6g}" for norm in norms[:16])
         raise ValueError(
-            f"REKLS: the gradients of replicated parameters differ between the {axis.size} ranks of group (their norms "
-            f"are {shown}); average them first, as DistributedDataParallel does, or pass the ranks as data_group"
+            f"{optimizer}: the gradients of replicated parameters differ between the {axis.size} ranks of group (their "
+            f"norms are {shown}); average them first, as DistributedDataParallel does, or pass the ranks as data_group"
         )
