@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from weft.bench import attention, linear_attention, network, rows, scan, trace
+from weft.bench import attention, linear_attention, network, rekls, rows, scan, trace
 from weft.bench.report import Report, describe_machine
 from weft.bench.world import rank_pool
 from weft.world import Machine
@@ -97,6 +97,34 @@ def bench_rows(
         _measure(report, lambda: rows.run(world, report, repeats, warm_steps, smaller))
 
 
+def bench_rekls(
+    ranks: int | None = None, json: Path | None = None, repeats: int = 7, warm_steps: int = 4,
+    widths: tuple[int, ...] = (128, 256), blocks: int = 2,
+) -> None:  # fmt: skip
+    """One step of REKLS for the matrices of transformer blocks, beside the replicated tensor-parallel algorithm.
+
+    CPU time is summed over the ranks; "x less CPU" compares it, sample by sample, with the replicated algorithm on as
+    many ranks (every rank gathers and computes all), or for data x tensor with two replicas that average gradients
+    first. The columns with threads compare the time of the slowest rank with REKLS in one process. Bytes (of the rank
+    that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
+    is its share of the CPU time, "busiest" the busiest rank's eigh over the mean.
+
+    Args:
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        warm_steps: Steps before the first sample: factors have their full rank only after a few.
+        widths: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h].
+        blocks: How many blocks.
+    """
+    with rank_pool(ranks) as world:
+        header = describe_machine(
+            bench="rekls", ranks=world.size, repeats=repeats, warm_steps=warm_steps, blocks=blocks
+        )
+        report = Report(rekls.layouts(world.size, blocks), json, world.reports, header)
+        _measure(report, lambda: rekls.run(world, report, repeats, warm_steps, widths, blocks))
+
+
 def bench_network(
     latency: float, bandwidth: float, ranks: int | None = None, tokens: int = 1024, json: Path | None = None,
     repeats: int = 5,
@@ -171,6 +199,7 @@ def main() -> None:
     bench.command(name="linear-attention")(bench_linear_attention)
     bench.command(name="attention")(bench_attention)
     bench.command(name="rows")(bench_rows)
+    bench.command(name="rekls")(bench_rekls)
     bench.command(name="network")(bench_network)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)
