@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.bench.rekls_quality import RATES
 from weft.cli import main
 from weft.scan import METHODS
 
@@ -195,3 +196,38 @@ def test_bench_rekls_compares_with_the_replicated_algorithm(
     # Moments, factors, bases and eigenvalues of all matrices, and a count of steps for each.
     floats = sum(2 * m * n + 2 * m * m + 2 * n * n + m + n + 1 for m, n in ((24, 8), (8, 8), (32, 8), (8, 32)))
     assert alone["state_megabytes"] == 4 * floats / 1e6
+
+
+def test_bench_rekls_quality_takes_the_best_rate_of_each_method(
+    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for (task, method), rates in RATES.items():
+        monkeypatch.setitem(RATES, (task, method), rates[:2] if task == "teacher-student" else rates[:1])
+    kept = tmp_path / "rows.json"
+    assert call_main("bench", "rekls", "--quality", "--seeds", "3", "--steps", "4", "--json", str(kept)) == 0
+    shown, rows = capsys.readouterr().out, json.loads(kept.read_text())["rows"]
+    trained = [row for row in rows if row["table"] == "quality"]
+    assert [(row["case"], row["method"]) for row in trained] == list(RATES)
+    for row in trained:
+        assert row["case"] in shown and set(row["losses"]) == {str(rate) for rate in RATES[row["case"], row["method"]]}
+        medians = {float(rate): sorted(losses)[1] for rate, losses in row["losses"].items()}
+        assert row["loss"] == min(medians.values()) == medians[row["rate"]] and row["cpu_milliseconds"] > 0
+        assert len(set(row["losses"][str(row["rate"])])) == 3  # every seed is another run
+    losses = {(row["case"], row["method"]): row["loss"] for row in trained}
+    assert all(row["to_adamw"] == row["loss"] - losses[row["case"], "AdamW"] for row in trained if row["to_adamw"])
+    moved = {row["method"]: row for row in rows if row["table"] == "conditioning"}
+    assert moved["stable"]["even"] < 1e-4 and moved["stable"]["partly_zero"] < 1e-4 and moved["exact"]["even"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seeds", "2"], "--seeds needs --quality"),
+        (["--quality", "--warm-steps", "2"], "--warm-steps cannot be combined with --quality"),
+    ],
+)
+def test_bench_rekls_refuses_what_it_would_ignore(
+    words: list[str], said: str, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call_main("bench", "rekls", *words) == 2
+    assert said in capsys.readouterr().err
