@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +118,6 @@ def train_layers(axis: weft.Axis, kind: str) -> tuple[list[Tensor], set[str], in
     return [p.detach() for p in whole(model)], placements, mine
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessWorld]:
-    """Meshes want a world of their own."""
-    with ProcessWorld(4, timeout=timedelta(seconds=60)) as world:
-        yield world
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", MESHES)
 def test_dtensors_of_every_placement(four: ProcessWorld, kind: str) -> None:
@@ -205,12 +196,6 @@ def go_on_with_parts(
     set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
     steps_on(model, optimizer, axis.rank, axis.size, range(5, 10))
     return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, timeout=timedelta(seconds=60)) as world:
-        yield world
 
 
 @pytest.mark.processes

@@ -42,17 +42,19 @@ def compare_gradients(
 ) -> Findings:  # fmt: skip
     """Compare over all ranks: integers only, one small round for each axis.
 
-    Raises on every rank if a gradient is missing on some, if those of ``replicated`` parameters differ between the
-    ranks of ``replicated_over``, if ranks have other ``settings``, or if one has found a ``fault``.
+    Raises on every rank if a gradient is missing on some or sparse, if those of ``replicated`` parameters differ
+    between the ranks of ``replicated_over``, if ranks have other ``settings``, or if one has found a ``fault``.
     """
     grads = [None if parameter.grad is None else local_of(parameter.grad) for parameter in parameters]
     bits = [sum((grad is not None) << at for at, grad in enumerate(grads[start : start + _BITS]))
             for start in range(0, len(grads), _BITS)]  # fmt: skip
-    bad = _first_nonfinite(grads)
+    rank = axes[-1].rank if axes else 0
+    fault = fault or _find_sparse(optimizer, grads, names, rank)
+    bad = 0 if fault else _first_nonfinite(grads)
     alike = [grad for grad, same in zip(grads, replicated, strict=False) if same and grad is not None]
     # found_inf, 1 + the parameter that is not finite, its rank on each axis; norm; bits of all ranks; bits of any
     head = [int(found_inf), bad, *(axis.rank for axis in axes)]
-    numbers = [*head, struct.unpack("q", struct.pack("d", _norm(alike)))[0], *bits, *bits]
+    numbers = [*head, struct.unpack("q", struct.pack("d", 0.0 if fault else _norm(alike)))[0], *bits, *bits]
 
     def merge(axis: Axis, told: list[tuple[int, ...]]) -> list[int]:
         first = next((row for row in told if row[1]), told[0])
@@ -71,6 +73,13 @@ def compare_gradients(
     where = ", ".join(f"rank {rank} of {axis.size}" for axis, rank in zip(axes, known[2 : len(head)], strict=True))
     words = f"the gradient of {names[known[1] - 1]} is not finite" if known[1] else None
     return Findings(present, words and words + (f" on {where}" if where else ""), bool(known[0]))
+
+
+def _find_sparse(optimizer: str, grads: Sequence[Tensor | None], names: Sequence[str], rank: int) -> Exception | None:
+    for grad, name in zip(grads, names, strict=True):
+        if grad is not None and grad.layout != torch.strided:
+            return TypeError(f"{optimizer}: the gradient of {name} is {grad.layout}, not dense (rank {rank})")
+    return None
 
 
 def _over(column: tuple[int, ...], both: bool) -> int:

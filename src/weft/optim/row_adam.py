@@ -15,15 +15,11 @@ from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.optim.row_costs import RowCosts
 from weft.optim.row_steps import AdamStep, Shard, catch_up_rows, step_dense, step_rows
 from weft.optim.skipped_steps import StepHistory
+from weft.optim.torch_adam import OF_TORCH, keep_own_options
 
 MODES = ("exact", "lazy", "auto")
 _LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# What param groups of torch.optim.Adam and AdamW have besides: saved, so that these can go on from a checkpoint.
-_OF_TORCH = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-    "decoupled_weight_decay": True,
-}  # fmt: skip
 
 
 class _Rows:
@@ -218,7 +214,7 @@ class RowAdam(torch.optim.Optimizer):
         """As torch's, with all rows up to date and moments of the whole table, as DTensors; all ranks must ask."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            group.update(_OF_TORCH)
+            group.update(OF_TORCH)
         numbered = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in enumerate(numbered):
             rows = self._rows[weight]
@@ -233,13 +229,7 @@ class RowAdam(torch.optim.Optimizer):
         """As torch's; also from another number of ranks, and from ``torch.optim.Adam`` or ``AdamW`` of the table."""
         saved = dict(state_dict)
         tensors, saved["state"] = saved["state"], {}
-        groups = [dict(group) for group in saved["param_groups"]]
-        for group, now in zip(groups, self.param_groups, strict=False):
-            for name in self.defaults:
-                group.setdefault(name, now[name])
-            for name in set(group) - set(now):
-                del group[name]
-        saved["param_groups"] = groups
+        saved["param_groups"] = keep_own_options(saved["param_groups"], self.param_groups, self.defaults)
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in zip(numbers, weights, strict=True):
