@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.optim.rekls.plan import VARIANTS
@@ -68,10 +69,10 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.norm, self.down = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 6, bias=False)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.norm(self.up(x))))
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 MESHES = {"tensor": (4,), "fsdp": (4,), "hsdp": (2, 2), "fsdp + tensor": (2, 2)}
@@ -132,6 +133,32 @@ def test_dtensors_of_every_placement(four: ProcessWorld, kind: str) -> None:
     for parameters, _, _ in found:
         for mine, wanted in zip(parameters, whole(model), strict=True):
             assert torch.equal(mine, wanted)
+
+
+def train_for_real(axis: weft.Axis, kind: str) -> list[Tensor]:
+    """Forward, backward and step; ranks of a data group have a batch each, those of a tensor group the same."""
+    model = Layers() if kind in ("ddp", "data group", "alone") else cut_layers(kind)
+    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+    data = axis if kind == "data group" else None
+    group = axis.subset([axis.rank]) if kind == "data group" else None
+    optimizer = weft.REKLS(model.parameters(), lr=0.01, variant="stable", group=group, data_group=data)
+    for step in range(5):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        mine = x if kind in ("tensor", "alone") else x.tensor_split(axis.size)[axis.rank]
+        optimizer.zero_grad()
+        (wrapped(mine) - mine).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in whole(model)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["ddp", "data group", "tensor", "fsdp"])
+def test_training_follows_one_process(four: ProcessWorld, kind: str) -> None:
+    wanted, found = train_for_real(weft.Axis.of(None), "alone"), four.run(train_for_real, kind)
+    for parameters in found:
+        for one, other, first in zip(parameters, wanted, found[0], strict=True):
+            assert torch.equal(one, first)
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
 def sums_to_be_made(axis: weft.Axis) -> tuple[Tensor, Tensor]:

@@ -287,6 +287,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"is torch\.complex64, not floating point"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]})
     assert len(optimizer.param_groups) == 1
+    with pytest.raises(TypeError, match=r"is not pickled or copied; save its state_dict\(\)"):
+        copy.deepcopy(optimizer)
     for call in (optimizer.work, optimizer.finish):
         with pytest.raises(RuntimeError, match=r"the parts of a step are start\(\), work\(\) and finish\(\)"):
             call()

@@ -14,8 +14,8 @@ from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.optim.row_costs import RowCosts
 from weft.optim.row_steps import AdamStep, Shard, catch_up_rows, step_dense, step_rows
+from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
 from weft.optim.skipped_steps import StepHistory
-from weft.optim.torch_adam import OF_TORCH, keep_own_options
 
 MODES = ("exact", "lazy", "auto")
 _LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
@@ -227,15 +227,12 @@ class RowAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; also from another number of ranks, and from ``torch.optim.Adam`` or ``AdamW`` of the table."""
-        saved = dict(state_dict)
-        tensors, saved["state"] = saved["state"], {}
-        saved["param_groups"] = keep_own_options(saved["param_groups"], self.param_groups, self.defaults)
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        for number, weight in zip(numbers, weights, strict=True):
+        for number, (values, weight) in enumerate(zip(given, weights, strict=True)):
             table = weight.row_table
             for name in _MOMENTS:
-                shape = tuple(tensors[number][name].shape) if number in tensors else None
+                shape = None if values is None else tuple(values[name].shape)
                 if shape not in (None, (table.ownership.rows, weight.shape[1])):
                     raise ValueError(
                         f"RowAdam: {name} of parameter {number} is {list(shape)} in the state, but the table is "
@@ -245,16 +242,15 @@ class RowAdam(torch.optim.Optimizer):
             self.catch_up(weight.row_table, None)
         own_state = {weight: self.state[weight] for weight in weights}
         super().load_state_dict(saved)
-        for number, weight in zip(numbers, weights, strict=True):
+        for values, weight in zip(given, weights, strict=True):
             state = self.state[weight] = own_state[weight]
             table = self._rows[weight].table
-            given = tensors.get(number)
             for name in _MOMENTS:
-                if given is None:
+                if values is None:
                     state[name].zero_()
                 else:
-                    state[name].copy_(from_checkpoint(table.axis, table.ownership, given[name]))
-            state["step"].fill_(0.0 if given is None else float(given["step"]))
+                    state[name].copy_(from_checkpoint(table.axis, table.ownership, values[name]))
+            state["step"].fill_(0.0 if values is None else float(values["step"]))
             self._rows[weight] = _Rows(
                 table, (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]), self._group_of(weight)
             )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +13,11 @@ from torch.optim.adamw import adamw
 from weft.comm import Axis
 from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
 from weft.optim.gradients import compare_gradients
+from weft.optim.owner_optimizer import OwnerOptimizer
 from weft.optim.owners import Averaged, Owners, Route, Travel
+from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
 from weft.optim.sharded_state import load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets
-from weft.optim.torch_adam import OF_TORCH, keep_own_options
-
-logger = logging.getLogger(__name__)
-ON_NONFINITE = ("raise", "skip")
-_PARTS = "the parts of a step are start(), work() and finish()"
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class _Bucket:
     weights: Travel | None = None
 
 
-class ShardedAdamW(torch.optim.Optimizer):
+class ShardedAdamW(OwnerOptimizer):
     """AdamW for parameters that every rank of ``group`` has, with gradients that are each rank's own.
 
     Parameters stand in buckets of about ``bucket_bytes``, the last ones first; each rank owns a flat slice of each
@@ -92,8 +88,6 @@ class ShardedAdamW(torch.optim.Optimizer):
         clip: float | None = None,
         on_nonfinite: str = "raise",
     ) -> None:
-        if on_nonfinite not in ON_NONFINITE:
-            raise ValueError(f"ShardedAdamW: on_nonfinite {on_nonfinite!r} is not one of {', '.join(ON_NONFINITE)}")
         if bucket_bytes < 1 or (clip is not None and not clip > 0):
             raise ValueError(f"ShardedAdamW: bucket_bytes and clip must be > 0, got {bucket_bytes} and {clip}")
         self._axis, self._bucket_bytes, self._clip, self._on_nonfinite = (
@@ -106,13 +100,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._buckets: list[list[_Piece]] = []
         self._ranges: dict[Tensor, list[Range]] = {}
         self._names: dict[Tensor, str] = {}
-        self._under_way: list[_Bucket] | None = None
-        self._reason: str | None = None
-        self._worked = False
+        self._under_way: list[_Bucket] = []
+        self._reason: str | None = None  # why the step under way will change nothing
         self._looked_for_wrappers = False
         self._waiting: list[Tensor] | None = []  # parameters of the constructor's groups, which share buckets
         self.norm: float | None = None
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, on_nonfinite, self._axis.rank)
         waiting, self._waiting = self._waiting, None
         self._place(waiting)
 
@@ -169,23 +163,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             state["master"] = parameter.detach().reshape(-1)[start:stop].to(wide)
         return state
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Every rank must call it; a ``closure`` is called on each of them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.start()
-        self.work()
-        self.finish()
-        return loss
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Compare gradients over the ranks, then start them to the owners of their slices."""
-        if self._under_way is not None:
-            raise RuntimeError("ShardedAdamW: a step is under way; call work() and finish() before the next start()")
+    def _start(self) -> None:
         parameters = list(self._names)
         fault = next((fault for fault in map(find_group_fault, self.param_groups) if fault), None)
         if not self._looked_for_wrappers and self._axis.size > 1:
@@ -196,18 +174,14 @@ class ShardedAdamW(torch.optim.Optimizer):
             fault=fault,
         )  # fmt: skip
         there = {parameter for parameter, has in zip(parameters, findings.present, strict=True) if has}
-        self._reason, self._worked, self._under_way = findings.nonfinite, False, []
+        self._reason, self._under_way = findings.nonfinite, []
         for bucket in self._buckets if self._reason is None else []:
             pieces = [piece for piece in bucket if piece.parameter in there]
             grads = [_flat(piece.parameter.grad)[slice(*piece.where)] for piece in pieces]
             travel = self._owners.gather("ShardedAdamW", [piece.route for piece in pieces], grads)
             self._under_way.append(_Bucket(pieces, travel))
 
-    @torch.no_grad()
-    def work(self) -> None:
-        """Step this rank's slices, bucket by bucket as gradients arrive, and start them on their way to all ranks."""
-        if self._under_way is None or self._worked:
-            raise RuntimeError(f"ShardedAdamW: work() without a start() before it; {_PARTS}")
+    def _work(self) -> None:
         scale = self._clip_scale() if self._clip is not None and self._reason is None else 1.0
         of_parameter = {p: group for group in self.param_groups for p in group["params"]}
         for bucket in self._under_way:
@@ -216,7 +190,6 @@ class ShardedAdamW(torch.optim.Optimizer):
             for piece, grad in zip(bucket.pieces, grads, strict=True):
                 mine.append(None if grad is None else self._step(piece, grad, scale, of_parameter[piece.parameter]))
             bucket.weights = self._owners.scatter("ShardedAdamW", [piece.route for piece in bucket.pieces], mine)
-        self._worked = True
 
     def _step(self, piece: _Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
         """The piece after the step, in its parameter's dtype."""
@@ -233,7 +206,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _clip_scale(self) -> float:
         """What gradients are multiplied by so that their global norm is at most ``clip``."""
-        assert self._under_way is not None and self._clip is not None
+        assert self._clip is not None
         found = [grad for bucket in self._under_way for grad in bucket.gradients.wait() if grad is not None]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() for grad in found]
         mine = torch.stack([torch.zeros((), dtype=torch.float64), *norms]).norm().view(1)
@@ -242,12 +215,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.norm = float(torch.cat(call.all_gather(mine.to(where)).wait()).norm())
         return min(1.0, self._clip / (self.norm + 1e-6))
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Take the new weights of all slices; or raise, with nothing changed, if a gradient was not finite."""
-        if self._under_way is None or not self._worked:
-            raise RuntimeError(f"ShardedAdamW: finish() without a work() before it; {_PARTS}")
-        under_way, self._under_way = self._under_way, None
+    def _finish(self) -> str | None:
+        under_way, self._under_way = self._under_way, []
         for bucket in under_way:
             assert bucket.weights is not None
             for piece, weight in zip(bucket.pieces, bucket.weights.wait(), strict=True):
@@ -255,11 +224,10 @@ class ShardedAdamW(torch.optim.Optimizer):
                 _write(piece.parameter, piece.where, weight)
         for parameter in {piece.parameter for bucket in under_way for piece in bucket.pieces}:
             self.state[parameter]["step"] += 1
-        if self._reason is not None:
-            words = f"ShardedAdamW: {self._reason}; weights and state are as before"
-            if self._on_nonfinite == "raise":
-                raise RuntimeError(words)
-            logger.warning("%s: the step is skipped (rank %d)", words, self._axis.rank)
+        return self._reason
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("ShardedAdamW: an optimizer with sharded state is not pickled or copied; save its state_dict()")
 
     # Saving and loading: whole tensors, as torch.optim.AdamW has them.
 
@@ -276,15 +244,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; from any number of ranks, and from ``torch.optim.AdamW``. All ranks must call it."""
-        saved = dict(state_dict)
-        tensors, saved["state"] = saved["state"], {}
-        saved["param_groups"] = keep_own_options(saved["param_groups"], self.param_groups, self.defaults)
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if len(numbers) != len(parameters):
-            raise ValueError(f"ShardedAdamW: the state has {len(numbers)} parameters, this optimizer {len(parameters)}")
         fresh = [self._fresh(parameter) for parameter in parameters]
-        given = [tensors.get(number) for number in numbers]
         states = load_slices(self._axis, parameters, self._ranges, fresh, given, self._names)
         super().load_state_dict(saved)
         self.state.update(zip(parameters, states, strict=True))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,15 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.optim.gradients import compare_gradients
+from weft.optim.owner_optimizer import OwnerOptimizer
 from weft.optim.rekls.checkpoint import load_tensors, save_tensors
 from weft.optim.rekls.placement import find_parameter_fault, find_placements
 from weft.optim.rekls.plan import VARIANTS, Plan, Planner
-from weft.optim.rekls.settings import ON_NONFINITE, Settings, find_group_fault
+from weft.optim.rekls.settings import Settings, find_group_fault
 from weft.optim.rekls.step import Step, Task
+from weft.optim.saved_state import take_apart
 from weft.optim.verdict import tell_all
 
-logger = logging.getLogger(__name__)
-_PARTS = "the parts of a step are start(), work() and finish()"
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
 
@@ -33,7 +32,7 @@ class _Verdict:
     parameters: int
 
 
-class REKLS(torch.optim.Optimizer):
+class REKLS(OwnerOptimizer):
     """SOAP in the eigenbases of KL-Shampoo's factors, for matrices; AdamW for the rest.
 
     Each matrix has an owner among the ranks. Gradients go to owners, owners work, updates come back: one
@@ -85,18 +84,16 @@ class REKLS(torch.optim.Optimizer):
         max_factor_dim: int = 8192,
         on_nonfinite: str = "raise",
     ) -> None:
-        if on_nonfinite not in ON_NONFINITE:
-            raise ValueError(f"REKLS: on_nonfinite {on_nonfinite!r} is not one of {', '.join(ON_NONFINITE)}")
-        self._begin(Axis.of(group), None if data_group is None else Axis.of(data_group), on_nonfinite)
+        self._begin(Axis.of(group), None if data_group is None else Axis.of(data_group))
         defaults = {
             "lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps, "weight_decay": weight_decay,
             "weight_decay_method": weight_decay_method, "variant": variant, "max_factor_dim": max_factor_dim,
             "algorithm": "rekls", "partition_dim": None, "flatten": False,
         }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, on_nonfinite, self._tensor_axis.rank)
 
-    def _begin(self, tensor_axis: Axis, data_axis: Axis | None, on_nonfinite: str) -> None:
-        self._tensor_axis, self._data_axis, self._on_nonfinite = tensor_axis, data_axis, on_nonfinite
+    def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
+        self._tensor_axis, self._data_axis = tensor_axis, data_axis
         self._planner = Planner()
         self._plans: dict[Tensor, Plan] = {}
         self._axes: list[Axis] = []
@@ -110,41 +107,25 @@ class REKLS(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._place(group)
+            self._place(len(self.param_groups) - 1, group)
         except Exception:
             self.param_groups.pop()
             raise
         for parameter in group["params"]:
             self.state[parameter] = {"step": torch.tensor(0.0), **self._plans[parameter].fresh(parameter.device)}
 
-    def _place(self, group: dict[str, Any]) -> None:
-        """Find out how the parameters of a group lie on the ranks, and give them owners."""
+    def _place(self, place: int, group: dict[str, Any]) -> None:
+        """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
         parameters, fault = group["params"], find_group_fault(group, tuple(VARIANTS))
         for number, parameter in enumerate(parameters):
             fault = fault or find_parameter_fault(number, parameter, group, self._tensor_axis.rank)
         placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
         self._axes += [axis for axis in axes if axis not in self._axes]
-        numbers = [f"parameter {number} of group {len(self.param_groups) - 1}" for number in range(len(parameters))]
+        numbers = [f"parameter {number} of group {place}" for number in range(len(parameters))]
         plans = self._planner.plan(parameters, group.get("param_names", numbers), placements, group)
         self._plans.update(zip(parameters, plans, strict=True))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Every rank must call it; a ``closure`` is called on each of them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.start()
-        self.work()
-        self.finish()
-        return loss
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Compare gradients over the ranks, then start them to their owners. Do not touch them until `finish`."""
-        if self._under_way is not None:
-            raise RuntimeError("REKLS: a step is under way; call work() and finish() before the next start()")
+    def _start(self) -> None:
         groups = [(group, Settings.of(group)) for group in self.param_groups]
         tasks = [Task(p, self._plans[p], settings) for group, settings in groups for p in group["params"]]
         faults = (find_group_fault(group, tuple(VARIANTS)) for group in self.param_groups)
@@ -162,28 +143,16 @@ class REKLS(torch.optim.Optimizer):
             task for task, present in zip(tasks, findings.present, strict=True) if present and not stays
         ])  # fmt: skip
 
-    @torch.no_grad()
-    def work(self) -> None:
-        """Step the matrices this rank owns, as their gradients arrive; start the updates on their way back."""
-        if self._under_way is None or self._under_way.worked:
-            raise RuntimeError(f"REKLS: work() without a start() before it; {_PARTS}")
+    def _work(self) -> None:
+        assert self._under_way is not None
         self._under_way.work(self.state, getattr(self, "grad_scale", None))
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Find out whether all owners succeeded, take the updates and apply them; or raise, with nothing changed."""
-        step = self._under_way
-        if step is None or not step.worked:
-            raise RuntimeError(f"REKLS: finish() without a work() before it; {_PARTS}")
-        self._under_way = None
+    def _finish(self) -> str | None:
+        step, self._under_way = self._under_way, None
+        assert step is not None
         reason = self._reason or (None if self._passed_over else self._ask_owners(step))
         step.finish(self.state, reason is None)
-        if reason is None:
-            return
-        words = f"REKLS: {reason}; weights and state are as before"
-        if self._on_nonfinite == "raise":
-            raise RuntimeError(words)
-        logger.warning("%s: the step is skipped (rank %d)", words, self._tensor_axis.rank)
+        return reason
 
     def _ask_owners(self, step: Step) -> str | None:
         """Why the step must not be made, if an owner could not do its work."""
@@ -208,17 +177,11 @@ class REKLS(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
-        saved = dict(state_dict)
-        tensors, saved["state"] = saved["state"], {}
-        saved["param_groups"] = [
-            {**group, **{name: now[name] for name in _PLACING}}
-            for group, now in zip(saved["param_groups"], self.param_groups, strict=False)
-        ] + saved["param_groups"][len(self.param_groups) :]
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, now in zip(groups, self.param_groups, strict=False):
+            group.update({name: now[name] for name in _PLACING})
+        saved, given = take_apart(self, state_dict, groups)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if len(numbers) != len(parameters):
-            raise ValueError(f"REKLS: the state has {len(numbers)} parameters, this optimizer {len(parameters)}")
-        given = [tensors.get(number) for number in numbers]
         loaded = load_tensors(parameters, self._plans, given)
         super().load_state_dict(saved)
         for parameter, state in zip(parameters, loaded, strict=True):
@@ -234,15 +197,17 @@ class REKLS(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_on_nonfinite" in state:  # unpickled, in a world of one; torch calls this when it loads a state, too
-            self._begin(Axis.over(SoloWire()), None, state["_on_nonfinite"])
-            for group in self.param_groups:
-                self._place(group)
+            self._begin(Axis.over(SoloWire()), None)
+            self._set_up(state["_on_nonfinite"], 0)
+            for number, group in enumerate(self.param_groups):
+                self._place(number, group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> REKLS:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         torch.optim.Optimizer.__setstate__(twin, copy.deepcopy(super().__getstate__(), memo))
-        twin._begin(self._tensor_axis, self._data_axis, self._on_nonfinite)
+        twin._begin(self._tensor_axis, self._data_axis)
+        twin._set_up(self._on_nonfinite, self._rank)
         twin._axes = list(self._axes)
         twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}
         return twin

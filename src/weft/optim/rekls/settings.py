@@ -9,7 +9,6 @@ import torch
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
 ALGORITHMS = ("rekls", "adamw")
-ON_NONFINITE = ("raise", "skip")
 
 
 @dataclass(frozen=True)
