@@ -10,8 +10,15 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
+from weft.optim.rekls import plan
 from weft.optim.rekls.plan import VARIANTS
 from weft.optim.rekls.settings import DECAY_METHODS
+
+
+@pytest.fixture(autouse=True)
+def many_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices as small as these would travel all at once."""
+    monkeypatch.setattr(plan, "WAVE_BYTES", 64)
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (12, 5), (16, 16), (1, 4), (4, 1)])

@@ -370,7 +370,8 @@ def many(axis: weft.Axis, count: int, **options) -> list[weft.comm.ledger.Event]
 
 
 @pytest.mark.usefixtures("network")
-def test_a_fixed_number_of_exchanges_for_any_number_of_matrices() -> None:
+def test_a_fixed_number_of_exchanges_for_any_number_of_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "WAVE_BYTES", 48)
     for size in (2, 4):
         counts = []
         for matrices in (4 * size, 20 * size):
@@ -379,6 +380,9 @@ def test_a_fixed_number_of_exchanges_for_any_number_of_matrices() -> None:
             assert sum(event.bytes_sent for event in data) == 2 * 4 * matrices * 48 * (size - 1) // size
             counts.append((len(data), len(events)))
         assert counts[0] == counts[1] == (2 * plan.WAVES, 2 * plan.WAVES + 2)
+    monkeypatch.setattr(plan, "WAVE_BYTES", 1 << 20)  # few bytes: one wave
+    events = virtual_world(2).run(lambda axis: many(axis, 8)).results[1]
+    assert len([event for event in events if not event.operation.endswith(".tell")]) == 2
 
 
 def test_owners_share_the_work() -> None:
@@ -426,6 +430,7 @@ def test_one_decomposition_for_each_factor_in_the_whole_world(monkeypatch: pytes
 def test_pieces_travel_while_others_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """In virtual time: four waves hide most of what one leaves open."""
     machine = weft.Machine(latency=1e-5, bandwidth=1e8, flops=2e9)
+    monkeypatch.setattr(plan, "WAVE_BYTES", 1 << 12)
 
     def program(axis: weft.Axis) -> None:
         parameters = [torch.nn.Parameter(torch.ones(32, 64)) for _ in range(16)]

@@ -12,10 +12,16 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.optim.rekls import eigen
+from weft.optim.rekls import eigen, plan
 from weft.optim.rekls.plan import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("network")
+
+
+@pytest.fixture(autouse=True)
+def many_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices as small as these would travel all at once."""
+    monkeypatch.setattr(plan, "WAVE_BYTES", 64)
 
 
 class Run:

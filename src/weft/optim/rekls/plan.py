@@ -18,6 +18,7 @@ from weft.optim.rekls.settings import Layout, Settings
 
 VARIANTS: dict[str, ModuleType] = {"exact": exact, "stable": stable}
 WAVES = 4  # at most: more messages than that hide little more
+WAVE_BYTES = 1 << 20  # of gradients that an owner gets in a wave, at least: a message has a cost of its own
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,10 @@ def in_waves(plans: Sequence[Plan]) -> list[list[int]]:
         of_owner: dict[Any, list[int]] = {}
         for index in sorted(indices, key=lambda index: plans[index].elements):
             of_owner.setdefault(plans[index].route.owner, []).append(index)
-        count = min(WAVES, max(len(some) for some in of_owner.values()))
+        most = max(
+            sum(plans[index].elements * plans[index].wide.itemsize for index in some) for some in of_owner.values()
+        )
+        count = min(WAVES, max(1, most // WAVE_BYTES), max(len(some) for some in of_owner.values()))
         cut: list[list[int]] = [[] for _ in range(count)]
         for some in of_owner.values():
             for index, wave in zip(some, _wave_of_each(len(some), count), strict=True):
