@@ -161,13 +161,15 @@ def test_a_state_goes_round(variant: str, dtype: torch.dtype) -> None:
     optimizer = weft.REKLS(model.parameters(), lr=0.02, variant=variant)
     train(model, optimizer, range(4))
     twin = copy.deepcopy(model)
-    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    held = optimizer.state_dict()
+    saved = pickle.loads(pickle.dumps(held))
     fresh = weft.REKLS(twin.parameters(), lr=0.5, variant=variant)
     fresh.load_state_dict(saved)
     wide = torch.promote_types(dtype, torch.float32)
     for state in fresh.state.values():
         assert all(v.dtype == wide for k, v in state.items() if k not in ("step", "second_moment"))
     wanted = train(model, optimizer, range(4, 8))
+    assert all(float(state["step"]) == 4 for state in held["state"].values())  # what was saved stays as it was
     found = train(twin, fresh, range(4, 8))
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
 

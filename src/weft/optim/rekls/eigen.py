@@ -15,7 +15,7 @@ def decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
 
     One that fails is tried again in fp64. A zero matrix gets the basis that LAPACK gives it, without the work.
     """
-    if not bool(factor.any()):
+    if not bool(factor.diagonal().any()):  # it has no negative eigenvalue, so then all of it is zero
         return factor.new_zeros(len(factor)), torch.eye(len(factor), dtype=factor.dtype, device=factor.device).flip(1)
     for dtype in (factor.dtype, torch.float64):
         try:

@@ -39,7 +39,7 @@ def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> La
 def derive(state: dict[str, Any]) -> None:
     """The roots, made from the factors: the same bits as those of the step that made the factors."""
     for side in "LR":
-        if side in state and bool(state[side].any()):
+        if side in state and bool(state[side].diagonal().any()):
             state[f"root_{side}"] = _inverse_root(state[side])
 
 
