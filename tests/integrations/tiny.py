@@ -120,7 +120,7 @@ def distance(found: Result, wanted: Result) -> float:
     worst = abs(found.loss - wanted.loss) / abs(wanted.loss)
     largest = max(grad.abs().max().item() for grad in wanted.grads.values())
     for name, grad in wanted.grads.items():
-        scale = max(grad.abs().max().item(), 1e-6 * largest)
+        scale = max(grad.abs().max().item(), 1e-3 * largest)  # some are nearly nothing
         worst = max(worst, (found.grads[name] - grad).abs().max().item() / scale)
     return worst
 

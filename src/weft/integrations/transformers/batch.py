@@ -137,8 +137,8 @@ def _read_padding(mask: Any, shape: tuple[int, int], rank: int) -> Tensor | None
     ends = ones.sum(1)
     if not bool((ones == (torch.arange(shape[1], device=mask.device) < ends[:, None])).all()):
         raise NotImplementedError(
-            f"ContextParallel.shard: attention_mask has zeros before ones, padding on the left or inside (rank {rank}); pad "
-            f"on the right (tokenizer.padding_side = 'right')"
+            f"ContextParallel.shard: attention_mask has zeros before ones, on the left or inside (rank {rank}); "
+            f"pad on the right (tokenizer.padding_side = 'right')"
         )
     return ends
 

@@ -177,8 +177,8 @@ class Enabled:
         if (given.get("labels") is None) != (given.get("shift_labels") is None):
             return ValueError(
                 f"ContextParallel: of labels and shift_labels only one came to the model {where}; pass both as "
-                f"cp.shard gave them, or neither. Trainer's label smoothing and compute_loss_func take labels out and shift "
-                f"again: leave label_smoothing_factor at 0"
+                f"cp.shard gave them, or neither. Trainer's label smoothing and compute_loss_func take labels out and "
+                f"shift again: leave label_smoothing_factor at 0"
             )
         if given.get("labels") is not None and given.get("num_items_in_batch") is None:
             return ValueError(
