@@ -117,6 +117,32 @@ def test_several_rows_of_packed_documents(same: bool) -> None:
     assert distance(on_ranks(3, "mistral", batch), wanted) < 1e-12
 
 
+def test_documents_are_separate_also_in_a_model_that_forgets_them() -> None:
+    """OPT asks for its mask without position_ids, so that SDPA in one process lets documents see one another."""
+    import transformers
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24, "dropout": 0.0}
+        config = transformers.OPTConfig(num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64, **sizes)
+        return transformers.OPTForCausalLM(config).double()
+
+    whole = packed_batch(LENGTH, (5, 29))
+    model, items = make(), (whole["labels"] != -100).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for a, b in ((0, 5), (5, 29), (29, LENGTH)):
+        logits = model(whole["input_ids"][:, a:b]).logits[:, :-1]
+        total = total + loss_in_full(logits, whole["labels"][:, a + 1 : b], items)
+    wanted = Result.of(model, total)
+
+    def run(axis: weft.Axis) -> Result:
+        cp, mine = ContextParallel(axis), make()
+        cp.enable(mine)
+        return shared(cp, mine, whole, own_loss=False)
+
+    assert distance(sum_of(virtual_world(3).run(run).results), wanted) < 1e-12
+
+
 def test_flattened_batches_of_transformers_collator() -> None:
     from transformers import DataCollatorWithFlattening
 

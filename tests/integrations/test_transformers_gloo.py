@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -176,3 +180,37 @@ def refused(axis: weft.Axis) -> str:
 def test_different_samples_are_named_on_all_ranks(four: ProcessWorld) -> None:
     found = four.run(refused)
     assert len(set(found)) == 1 and "ranks 0, 1, 2 2 x 37" in found[0] and "rank 3 2 x 37" in found[0]
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_context_parallel.py"
+
+
+def run_example(_: weft.Axis, steps: int) -> list[float]:
+    return runpy.run_path(str(EXAMPLE))["train"](None, steps)
+
+
+def test_the_example_has_the_loss_of_one_process(two: ProcessWorld) -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 80
+    wanted = runpy.run_path(str(EXAMPLE))["train_alone"](4)
+    assert wanted[-1] < wanted[0] - 0.3
+    for losses in two.run(run_example, 4):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "accelerate"])
+def test_the_example_under_each_launcher(launcher: str) -> None:
+    words = {
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+                       "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"],
+    }  # fmt: skip
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    run = subprocess.run([*words[launcher], str(EXAMPLE)], capture_output=True, text=True, timeout=240, env=clean)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("step ")]
+    assert len(lines) == 8
+    for line in lines:
+        numbers = [float(word) for word in line.replace(",", " ").split() if "." in word]
+        assert abs(numbers[0] - numbers[1]) < 2e-3

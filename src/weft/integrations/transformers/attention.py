@@ -61,10 +61,20 @@ class Visible:
     forward: Forward
     window: int | None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """None of a mask's: code that reads it takes it for one of fewer dimensions."""
-        return ()
+    def __getattr__(self, name: str) -> Any:
+        """Code that takes it for a tensor would change what is seen."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(self._words(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError(self._words("indexing"))
+
+    def _words(self, name: str) -> str:
+        return (
+            f"ContextParallel: {self.forward.model} changes its mask ({name}) before attention (rank "
+            f"{self.forward.rank}); only causal masks with windows and documents can be context-parallel"
+        )
 
 
 @dataclass
