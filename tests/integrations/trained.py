@@ -58,12 +58,12 @@ def arguments(folder: str | Path, batch_size: int, **changes: Any) -> Any:
             "per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size,
             "gradient_accumulation_steps": 2, "max_steps": 2, "gradient_checkpointing": True, "use_cpu": True,
             "learning_rate": 1e-3, "lr_scheduler_type": "constant", "report_to": [], "save_strategy": "no",
-            "logging_strategy": "no", "disable_tqdm": True, "prediction_loss_only": True, **changes,
+            "logging_steps": 1, "disable_tqdm": True, "prediction_loss_only": True, **changes,
         }
     )  # fmt: skip
 
 
-Trained = tuple[dict[str, Tensor], float]  # the weights and the loss of an evaluation
+Trained = tuple[dict[str, Tensor], list[float]]  # the weights; the losses logged, the last of an evaluation
 
 
 def train(model: Any, args: Any, collator: Any, loader: Any) -> Trained:
@@ -79,8 +79,9 @@ def train(model: Any, args: Any, collator: Any, loader: Any) -> Trained:
 
     trainer = WithLoader(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), data_collator=collator)
     trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}, loss
+    trainer.evaluate()
+    losses = [entry[name] for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}, losses
 
 
 def train_alone(name: str, folder: str | Path, batch_size: int) -> Trained:
