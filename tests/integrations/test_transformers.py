@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from worlds import every, virtual_world
-
-import weft
-
-pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
-
-from tiny import (
+from tiny import (  # fmt: skip
     BATCHES,
     LENGTH,
     MODELS,
@@ -31,12 +25,21 @@ from tiny import (
     plain_batch,
     shared,
     sum_of,
-)  # fmt: skip
+)
+from torch import Tensor
+from worlds import every, virtual_world
 
+import weft
 from weft.integrations.transformers import ContextParallel
 from weft.sequence.layout import LAYOUTS
 
-pytestmark = pytest.mark.usefixtures("network")
+transformers = pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
+on_networks = pytest.mark.usefixtures("network")  # where messages are of another shape than in the other tests
+
+FIVE = int(transformers.__version__.split(".")[0]) >= 5
+# With 4.57 PhiMoE and OPT have attention or masks of their own, and DeepSeek-V3 does not run in fp64 at all.
+only_five = pytest.mark.skipif(not FIVE, reason="transformers 4.57 has this model in another form")
+NAMES = [pytest.param(name, marks=[only_five] * (name in ("phimoe", "deepseek_v3"))) for name in MODELS]
 
 # fp64 throughout, but for the norms of Gemma3 and the router of DeepSeek-V3, which compute in fp32 whatever they get:
 # there an input that differs in the last bit of fp64 comes out different in the last of fp32, 6e-8.
@@ -60,15 +63,20 @@ def on_ranks(
     return sum_of(virtual_world(size).run(run).results)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@on_networks
+@pytest.mark.parametrize("name", NAMES)
 def test_every_combination_has_the_gradients_of_one_process(name: str) -> None:
-    for kind, layout, size in every(itertools.product(BATCHES, LAYOUTS, (2, 4))):
+    """Half of them here, the others for the next model; all with `make soak`."""
+    choices = itertools.product(enumerate(BATCHES), enumerate(LAYOUTS), enumerate((2, 4)))
+    for (i, kind), (j, layout), (k, size) in every(choices):
+        if (i + j + k + list(MODELS).index(name)) % 2 and "WEFT_SOAK" not in os.environ:
+            continue
         wanted = alone(make_model(name), BATCHES[kind](), own_loss=False)
         found = on_ranks(size, name, BATCHES[kind](), layout)
         assert distance(found, wanted) < ROUNDING.get(name, 1e-12), (kind, layout, size)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_loss_of_transformers_itself(name: str) -> None:
     """It is computed in fp32, also for fp64 models."""
     for batch in (packed_batch(), padded_batch()):
@@ -83,12 +91,14 @@ def test_models_in_fp32(name: str) -> None:
     assert distance(found, wanted) < 1e-4
 
 
+@on_networks
 @pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
 def test_every_method(method: str) -> None:
     wanted = alone(make_model("qwen3"), packed_batch(), own_loss=False)
     assert distance(on_ranks(2, "qwen3", packed_batch(), method=method), wanted) < 1e-12
 
 
+@on_networks
 def test_heads_that_the_ranks_do_not_divide_and_any_length() -> None:
     odd = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}
     for length in (5, 6, 23):
@@ -110,6 +120,7 @@ def several_packed_rows(same: bool) -> dict[str, Tensor]:
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
+@on_networks
 @pytest.mark.parametrize("same", [True, False])
 def test_several_rows_of_packed_documents(same: bool) -> None:
     batch = several_packed_rows(same)
@@ -117,9 +128,9 @@ def test_several_rows_of_packed_documents(same: bool) -> None:
     assert distance(on_ranks(3, "mistral", batch), wanted) < 1e-12
 
 
+@only_five
 def test_documents_are_separate_also_in_a_model_that_forgets_them() -> None:
     """OPT asks for its mask without position_ids, so that SDPA in one process lets documents see one another."""
-    import transformers
 
     def make() -> Any:
         torch.manual_seed(0)
@@ -154,6 +165,7 @@ def test_flattened_batches_of_transformers_collator() -> None:
     assert distance(on_ranks(3, "llama", flattened), wanted) < 1e-12
 
 
+@on_networks
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_computes_attention_again(reentrant: bool) -> None:
     def prepare(model: Any) -> None:
@@ -236,6 +248,7 @@ def test_a_loss_function_of_the_user_is_kept() -> None:
     assert model.loss_function is mine
 
 
+@on_networks
 def test_two_groups_under_two_names() -> None:
     """Ranks 0..3 as 2 x 2: one model over the rows, another over the columns, taken in turns."""
     batch = packed_batch()
@@ -328,6 +341,7 @@ class LinearModel(torch.nn.Module):
         return out.flatten(2) @ self.head
 
 
+@on_networks
 @pytest.mark.parametrize("kind", ["plain", "packed"])
 def test_linear_attention_in_the_same_loop(kind: str) -> None:
     def run(axis: weft.Axis | None) -> Result:
@@ -369,6 +383,7 @@ def test_sharding_sends_nothing_and_a_forward_compares_once() -> None:
     assert virtual_world(2).run(run).results == [(0, 1)] * 2
 
 
+@only_five
 def test_the_window_is_the_masks() -> None:
     """PhiMoE tells its window to the mask only; without it the loss is far off."""
     wide = alone(make_model("phimoe", sliding_window=None), plain_batch(), own_loss=False)

@@ -8,14 +8,10 @@ import re
 import pytest
 import torch
 from torch import Tensor
+from trained import SAMPLES, Texts, collate
 from worlds import virtual_world
 
 import weft
-
-pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
-
-from trained import SAMPLES, Texts, collate
-
 from weft.integrations.transformers import ContextParallel
 
 

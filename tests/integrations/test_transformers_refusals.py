@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import SIZES, VOCABULARY, alone, distance, make_model, packed_batch, plain_batch, shared, sum_of
 from torch import nn
 from worlds import virtual_world
 
 import weft
-
-pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
-
-import transformers
-from tiny import SIZES, VOCABULARY, alone, distance, make_model, packed_batch, plain_batch, shared, sum_of
-
 from weft.integrations.transformers import ContextParallel
 
+transformers = pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
 RANKS = 3
+FIVE = int(transformers.__version__.split(".")[0]) >= 5
 
 
 def raised(program: Callable[[ContextParallel], object], size: int = RANKS) -> list[tuple[str, str]]:
@@ -61,9 +58,13 @@ OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_pa
 # What the model is, and what the error must say.
 WRONG_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "chunked attention": (lambda: small("Llama4TextConfig", **LLAMA4), "chunk"),
+    "lightning attention": (
+        lambda: small("MiniMaxConfig", layer_types=["linear_attention", "full_attention"], head_dim=8),
+        "layers of type linear_attention",
+    ),
     "linear-attention layers": (lambda: small("Qwen3NextConfig", **QWEN3_NEXT), "layers of type linear_attention"),
     "dynamic rope": (lambda: small("LlamaConfig", rope_parameters=DYNAMIC, rope_scaling=DYNAMIC), "'dynamic'"),
-    "longrope": (lambda: small("Phi3Config", rope_parameters=LONGROPE, rope_scaling=LONGROPE), "'longrope'"),
+    "longrope": (lambda: small("LlamaConfig", rope_parameters=LONGROPE, rope_scaling=LONGROPE), "'longrope'"),
     "router loss": (lambda: small("MixtralConfig", **MIXTRAL), "auxiliary loss of its router"),
     "softcap": (lambda: small("Gemma2Config", head_dim=8), "caps its attention scores"),
     "sinks": (lambda: small("GptOssConfig", **OSS), "attention sinks"),
@@ -81,7 +82,12 @@ WRONG_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG_MODELS)
+SLOW = [pytest.mark.slow]  # to import: it brings in another library
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=SLOW * (case == "linear-attention layers")) for case in WRONG_MODELS]
+)
 def test_a_model_that_would_be_wrong_is_refused_by_name(case: str) -> None:
     make, words = WRONG_MODELS[case]
     model = make()
@@ -165,7 +171,7 @@ WRONG_PARTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str, st
     "sinks": (lambda part: {**part, "s_aux": torch.ones(4)}, "attention sinks (s_aux)", "NotImplementedError"),
     "a bias": (lambda part: {**part, "position_bias": torch.ones(1)}, "bias on the scores", "NotImplementedError"),
     "not known": (lambda part: {**part, "temperature": 0.5}, "not known here (temperature)", "NotImplementedError"),
-    "not causal": (lambda part: {**part, "is_causal": False}, "bidirectional_mask_function", "NotImplementedError"),
+    "not causal": (lambda part: {**part, "is_causal": False}, "not causal", "NotImplementedError"),
     "some logits": (lambda part: {**part, "logits_to_keep": 1}, "logits_to_keep", "NotImplementedError"),
 }  # fmt: skip
 
@@ -282,6 +288,19 @@ class OwnMask(transformers.LlamaForCausalLM):
         return super().forward(input_ids, position_ids=position_ids, labels=labels, **inputs)
 
 
+class OtherMask(transformers.LlamaForCausalLM):
+    """As the models that lay something over the causal mask."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **inputs: Any) -> Any:
+        from transformers.masking_utils import create_causal_mask
+
+        embeds = self.model.embed_tokens(input_ids)
+        words = {"inputs_embeds": embeds} if FIVE else {"input_embeds": embeds, "cache_position": position_ids[0]}
+        create_causal_mask(
+            self.config, attention_mask=None, past_key_values=None, or_mask_function=lambda b, h, q, k: q >= 0, **words
+        )
+
+
 class SkipsLayers(transformers.LlamaForCausalLM):
     """As the models some of whose layers look at their tokens in another way."""
 
@@ -299,6 +318,7 @@ class SkipsLayers(transformers.LlamaForCausalLM):
     [
         (OwnLoss, "computes its loss without shift_labels"),
         (OwnMask, "was given a mask of its own"),
+        (OtherMask, "asks for a mask with or_masks"),
         (SkipsLayers, "only 1 of 2 layers"),
     ],
 )

@@ -124,7 +124,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention in transformers' words: q ``[B, H, S, D]``, k and v ``[B, Hk, S, D]`` -> (out ``[B, S, H, D]``, None).
 
-    The window is the mask's, as it is with SDPA; some models tell only the mask.
+    Causality and window are the mask's, as they are with SDPA where there is one: some models tell only the mask, and
+    ``is_causal`` may be False because of it.
     """
     if not isinstance(attention_mask, Visible):
         raise NotImplementedError(
@@ -132,7 +133,7 @@ def attend(
             f"in place of the one that knows about the other ranks; this model cannot be context-parallel"
         )
     forward = attention_mask.forward
-    _refuse_unknown(forward, module, dropout, keywords)
+    _refuse_unknown(forward, dropout, keywords)
     forward.calls += 1
     query, key, value = _in_one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -173,7 +174,7 @@ def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _refuse_unknown(forward: Forward, module: Any, dropout: float, keywords: dict[str, Any]) -> None:
+def _refuse_unknown(forward: Forward, dropout: float, keywords: dict[str, Any]) -> None:
     """Every keyword is known to change nothing, or it is refused: ignoring one gives wrong numbers in silence."""
     where = f"in {forward.model} (rank {forward.rank})"
     if dropout:
@@ -181,9 +182,6 @@ def _refuse_unknown(forward: Forward, module: Any, dropout: float, keywords: dic
             f"ContextParallel: attention dropout of {dropout} {where} is not supported; load the model with "
             f"attention_dropout=0.0 (attn_pdrop=0.0 for GPT2)"
         )
-    causal = keywords.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise NotImplementedError(f"ContextParallel: attention that is not causal {where} is not supported")
     for name, value in keywords.items():
         if name not in HARMLESS and value is not None and value is not False:
             reason = REASONS.get(name, "a keyword that is not known here")

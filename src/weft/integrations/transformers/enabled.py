@@ -185,6 +185,8 @@ class Enabled:
                 f"ContextParallel: labels without num_items_in_batch {where}: a mean of each rank's own tokens is not "
                 f"the mean of all; pass the part as cp.shard gave it"
             )
+        if given.get("is_causal") is False:
+            return NotImplementedError(f"ContextParallel: attention that is not causal is not supported {where}")
         for name in ("attention_mask", "output_attentions", "output_router_logits", "logits_to_keep"):
             value = given.get(name)
             if value is not None and value is not False and not (name == "logits_to_keep" and value == 0):
