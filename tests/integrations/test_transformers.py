@@ -292,6 +292,22 @@ def test_generate_while_paused_on_one_rank_alone() -> None:
     assert distance(sum_of([one for _, one in found]), alone(make_model("mistral"), plain_batch(), False)) < 1e-12
 
 
+def test_pauses_within_pauses_and_disabling_within_one() -> None:
+    cp, model, other = ContextParallel(), make_model("llama"), make_model("gpt2")
+    cp.enable(model)
+    cp.enable(other)
+    with cp.paused():
+        with cp.paused():
+            assert model.config._attn_implementation == "sdpa"
+        assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
+        cp.disable(other)
+    assert model.config._attn_implementation == "weft" and other.config._attn_implementation == "sdpa"
+    assert len(model._forward_pre_hooks) == 1 and not other._forward_pre_hooks
+    with pytest.raises(KeyError), cp.paused():
+        raise KeyError
+    assert model.config._attn_implementation == "weft"
+
+
 def test_a_copy_of_an_enabled_model_is_enabled() -> None:
     def run(axis: weft.Axis) -> Result:
         cp = ContextParallel(axis)

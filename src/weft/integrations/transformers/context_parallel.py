@@ -68,7 +68,7 @@ class ContextParallel:
         load_transformers(self.axis.rank)
         fault = self._find_fault(model)
         fault = fault or register(self.name, self.axis.rank)
-        options = None if fault else _Options(type(model).__name__, _digest_config(model), self.layout, self.method)
+        options = None if fault else _Options(type(model).__name__, _sizes_of(model), self.layout, self.method)
         self.axis.begin("ContextParallel.enable", options, tell=(), fault=fault).told.wait()
         enabled = Enabled(model, self.axis, self.layout, self.method, self.name)
         enabled.resume()
@@ -97,8 +97,10 @@ class ContextParallel:
             raise ValueError(
                 f"ContextParallel.disable: this {type(model).__name__} is not enabled here (rank {self.axis.rank})"
             )
-        _enabled.pop(model).pause()
+        enabled = _enabled.pop(model)
         self._models.discard(model)
+        if enabled.active:
+            enabled.pause()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -106,14 +108,15 @@ class ContextParallel:
 
         Nothing is sent, so one rank may do it by itself.
         """
-        models = [_enabled[model] for model in self._models]
-        for enabled in models:
-            enabled.pause()
+        models = [model for model in self._models if _enabled[model].active]
+        for model in models:
+            _enabled[model].pause()
         try:
             yield
         finally:
-            for enabled in models:
-                enabled.resume()
+            for model in models:
+                if model in self._models:  # not disabled meanwhile
+                    _enabled[model].resume()
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of ``batch``, for ``model(**part)``. Every rank passes the whole; nothing crosses ranks.
@@ -196,13 +199,13 @@ class _Options:
     """What the ranks must have in common when they enable a model."""
 
     model: str
-    config: str
+    sizes: str
     layout: str
     method: str
 
 
-def _digest_config(model: Any) -> str:
-    """The sizes of a model in short, to find ranks that loaded another one."""
+def _sizes_of(model: Any) -> str:
+    """To find ranks that loaded another model."""
     config = model.config
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
              "sliding_window")  # fmt: skip

@@ -65,6 +65,7 @@ class Enabled:
         self._before: tuple[str, Any] | None = None
         self._hooks: list[Any] = []
         self._forward: Forward | None = None
+        self.active = False
 
     @property
     def model(self) -> Any:
@@ -78,7 +79,7 @@ class Enabled:
 
     def resume(self) -> None:
         """Set attention, loss and hooks on the model."""
-        model = self.model
+        model, self.active = self.model, True
         self._before = model.config._attn_implementation, model.__dict__.get("_loss_function")
         model.set_attn_implementation(self.name)
         if self._has_loss:
@@ -90,7 +91,7 @@ class Enabled:
 
     def pause(self) -> None:
         """Take them off."""
-        model = self.model
+        model, self.active = self.model, False
         assert self._before is not None
         attention, loss = self._before
         for hook in self._hooks:
