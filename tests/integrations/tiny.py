@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {**HEADS, "sliding_window": WINDOW}),
     "qwen3": ("Qwen3Config", {**HEADS, **MIXED, "max_window_layers": 1}),
-    "gemma3": ("Gemma3TextConfig", {**HEADS, **MIXED, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", {**HEADS, **MIXED, "query_pre_attn_scalar": 20}),
     "gpt2": (
         "GPT2Config",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY, "bos_token_id": 1,

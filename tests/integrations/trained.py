@@ -37,7 +37,9 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     rows = [torch.tensor(sample["input_ids"]) for sample in samples]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 0] = -100  # nobody's target, but Trainer of 4.57 counts it as one
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def full_loss(
