@@ -107,10 +107,12 @@ def test_a_wrong_model_on_one_rank_is_refused_on_all_with_the_same_words() -> No
 
 def test_ranks_that_loaded_different_models_are_told() -> None:
     def enable(cp: ContextParallel) -> None:
+        cp.enable(make_model("llama"))  # a first call is compared in any case
         cp.enable(make_model("llama", num_hidden_layers=1 + cp.axis.rank % 2))
 
     found = raised(enable)
     assert len(set(found)) == 1 and found[0][0] == "DisagreementError" and "num_hidden_layers=2" in found[0][1]
+    assert "the ranks disagree at call 2" in found[0][1]
 
 
 def test_only_models_of_transformers_and_only_once() -> None:
@@ -336,6 +338,7 @@ def test_a_part_of_an_enabled_model_cannot_be_called_alone() -> None:
     def program(cp: ContextParallel) -> None:
         model = make_model("llama")
         cp.enable(model)
+        model(**cp.shard(plain_batch()))
         model.model(plain_batch()["input_ids"])
 
     assert_refused(program, "call the model that was enabled", "ValueError")
