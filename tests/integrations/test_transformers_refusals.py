@@ -217,11 +217,9 @@ def test_ranks_of_one_group_with_different_samples_are_named(how: str) -> None:
         cp.enable(model)
         batch = packed_batch()
         if cp.axis.rank == 1:
-            other = {"length": packed_batch(36, (7,)), "positions": packed_batch(cuts=(5, 7, 29))}
-            batch = other.get(how) or {
-                **batch,
-                "labels" if how == "labels" else "input_ids": batch["input_ids"].flip(1),
-            }
+            flipped = {"labels" if how == "labels" else "input_ids": batch["input_ids"].flip(1)}
+            moved = {**batch, "position_ids": packed_batch(cuts=(5, 7, 29))["position_ids"]}
+            batch = {"length": packed_batch(36, (7,)), "positions": moved}.get(how, {**batch, **flipped})
         model(**cp.shard(batch))
 
     found = raised(program)
