@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.bench.rekls_quality import RATES
 from weft.cli import main
 from weft.scan import METHODS
 
@@ -169,3 +170,64 @@ def test_help_is_there(call_main: Callable[..., int], capsys: pytest.CaptureFixt
 def test_a_wrong_number_of_ranks_is_told(call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert call_main("bench", "scan", "--ranks", "0", *QUICK) == 2
     assert "ranks must be at least 1" in capsys.readouterr().err
+
+
+def test_bench_rekls_compares_with_the_replicated_algorithm(
+    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "rows.json"
+    words = ["bench", "rekls", "--widths", "8", "--blocks", "1", "--repeats", "1", "--warm-steps", "1"]
+    assert call_main(*words, "--json", str(kept)) == 0
+    shown = capsys.readouterr().out
+    rows = {row["method"]: row for row in json.loads(kept.read_text())["rows"]}
+    assert len(rows) == 14 and all(name in shown for name in ("replicated, tensor 4", "exact, data 2 x tensor 2"))
+    for ranks in (2, 4):
+        replicated = rows[f"replicated, tensor {ranks}"]
+        # All of every gradient's shards, and of both factors' rows, to each of the others.
+        elements = sum(m * n + m * m + n * n for m, n in ((24, 8), (8, 8), (32, 8), (8, 32)))
+        assert replicated["megabytes"] == (ranks - 1) * 4 * elements / ranks / 1e6
+        for variant in ("exact", "stable"):
+            ours = rows[f"{variant}, tensor {ranks}"]
+            assert (
+                0 < ours["megabytes"] < replicated["megabytes"] and ours["less_cpu"] > 0 and ours["to_one_thread"] > 0
+            )
+    alone = rows["exact, serial, 1 thread"]
+    assert alone["megabytes"] == 0 and alone["busiest"] == 1 and 0 < alone["eigh_share"] < 1
+    # Moments, factors, bases and eigenvalues of all matrices, and a count of steps for each.
+    floats = sum(2 * m * n + 2 * m * m + 2 * n * n + m + n + 1 for m, n in ((24, 8), (8, 8), (32, 8), (8, 32)))
+    assert alone["state_megabytes"] == 4 * floats / 1e6
+
+
+def test_bench_rekls_quality_takes_the_best_rate_of_each_method(
+    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for (task, method), rates in RATES.items():
+        monkeypatch.setitem(RATES, (task, method), rates[:2] if task == "teacher-student" else rates[:1])
+    kept = tmp_path / "rows.json"
+    assert call_main("bench", "rekls", "--quality", "--seeds", "3", "--steps", "4", "--json", str(kept)) == 0
+    shown, rows = capsys.readouterr().out, json.loads(kept.read_text())["rows"]
+    trained = [row for row in rows if row["table"] == "quality"]
+    assert [(row["case"], row["method"]) for row in trained] == list(RATES)
+    for row in trained:
+        assert row["case"] in shown and set(row["losses"]) == {str(rate) for rate in RATES[row["case"], row["method"]]}
+        medians = {float(rate): sorted(losses)[1] for rate, losses in row["losses"].items()}
+        assert row["loss"] == min(medians.values()) == medians[row["rate"]] and row["cpu_milliseconds"] > 0
+        assert len(set(row["losses"][str(row["rate"])])) == 3  # every seed is another run
+    losses = {(row["case"], row["method"]): row["loss"] for row in trained}
+    assert all(row["to_adamw"] == row["loss"] - losses[row["case"], "AdamW"] for row in trained if row["to_adamw"])
+    moved = {row["method"]: row for row in rows if row["table"] == "conditioning"}
+    assert moved["stable"]["even"] < 1e-4 and moved["stable"]["partly_zero"] < 1e-4 and moved["exact"]["even"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seeds", "2"], "--seeds needs --quality"),
+        (["--quality", "--warm-steps", "2"], "--warm-steps cannot be combined with --quality"),
+    ],
+)
+def test_bench_rekls_refuses_what_it_would_ignore(
+    words: list[str], said: str, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call_main("bench", "rekls", *words) == 2
+    assert said in capsys.readouterr().err

@@ -4,17 +4,19 @@ from weft.attention import attention, head_strides
 from weft.comm import Axis, record
 from weft.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
 from weft.linear_attention import linear_attention
-from weft.optim import RowAdam, clip_grad_norm_
+from weft.optim import REKLS, RowAdam, ShardedAdamW, clip_grad_norm_
 from weft.scan import exclusive_scan
 from weft.sequence import sequence, shard, unshard
 from weft.world import Machine, VirtualWorld, launch
 
 __all__ = [
+    "REKLS",
     "Axis",
     "BigramHashEmbedding",
     "Machine",
     "RowAdam",
     "RowExchange",
+    "ShardedAdamW",
     "ShardedEmbedding",
     "VirtualWorld",
     "attention",

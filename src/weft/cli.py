@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tyro
 
-from weft.bench import attention, linear_attention, network, rows, scan, trace
+from weft.bench import attention, linear_attention, network, rekls, rekls_quality, rows, scan, trace
 from weft.bench.report import Report, describe_machine
 from weft.bench.world import rank_pool
 from weft.world import Machine
@@ -97,6 +98,61 @@ def bench_rows(
         _measure(report, lambda: rows.run(world, report, repeats, warm_steps, smaller))
 
 
+def bench_rekls(
+    ranks: int | None = None, json: Path | None = None, repeats: int | None = None, warm_steps: int | None = None,
+    widths: tuple[int, ...] | None = None, blocks: int | None = None, quality: bool = False, seeds: int | None = None,
+    steps: int | None = None,
+) -> None:  # fmt: skip
+    """One step of REKLS for the matrices of transformer blocks, beside the replicated tensor-parallel algorithm.
+
+    CPU time is summed over the ranks; "x less CPU" compares it, sample by sample, with the replicated algorithm on as
+    many ranks (every rank gathers and computes all), or for data x tensor with two replicas that average gradients
+    first. The columns with threads compare the time of the slowest rank with REKLS in one process. Bytes (of the rank
+    that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
+    is its share of the CPU time, "busiest" the busiest rank's eigh over the mean.
+
+    With --quality instead: validation losses of AdamW and both variants on two small tasks, and their conditioning.
+
+    Args:
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case (7 if left out).
+        warm_steps: Steps before the first sample (4 if left out): factors have their full rank only after a few.
+        widths: h of a block (128 and 256 if left out): qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h].
+        blocks: How many blocks (2 if left out).
+        quality: Train instead, one run on each rank at a time: the runs share nothing.
+        seeds: With --quality: runs for each rate (5 if left out); the median counts.
+        steps: With --quality: steps of a run (300 if left out).
+    """
+    speed = {"repeats": repeats, "warm_steps": warm_steps, "widths": widths, "blocks": blocks}
+    training = {"seeds": seeds, "steps": steps}
+    mine, not_mine = (training, speed) if quality else (speed, training)
+    for name in [name for name, value in not_mine.items() if value is not None]:
+        word = "cannot be combined with" if quality else "needs"
+        raise ValueError(f"--{name.replace('_', '-')} {word} --quality")
+    given: dict[str, Any] = {name: value for name, value in mine.items() if value is not None}
+    (_rekls_quality if quality else _rekls_speed)(ranks, json, **given)
+
+
+def _rekls_speed(
+    ranks: int | None, json: Path | None, repeats: int = 7, warm_steps: int = 4, widths: tuple[int, ...] = (128, 256),
+    blocks: int = 2,
+) -> None:  # fmt: skip
+    with rank_pool(ranks) as world:
+        header = describe_machine(
+            bench="rekls", ranks=world.size, repeats=repeats, warm_steps=warm_steps, blocks=blocks
+        )
+        report = Report(rekls.layouts(world.size, blocks), json, world.reports, header)
+        _measure(report, lambda: rekls.run(world, report, repeats, warm_steps, widths, blocks))
+
+
+def _rekls_quality(ranks: int | None, json: Path | None, seeds: int = 5, steps: int = 300) -> None:
+    with rank_pool(ranks) as world:
+        header = describe_machine(bench="rekls --quality", ranks=world.size, seeds=seeds, steps=steps)
+        report = Report(rekls_quality.layouts(seeds, steps), json, world.reports, header)
+        _measure(report, lambda: rekls_quality.run(world, report, seeds, steps))
+
+
 def bench_network(
     latency: float, bandwidth: float, ranks: int | None = None, tokens: int = 1024, json: Path | None = None,
     repeats: int = 5,
@@ -171,6 +227,7 @@ def main() -> None:
     bench.command(name="linear-attention")(bench_linear_attention)
     bench.command(name="attention")(bench_attention)
     bench.command(name="rows")(bench_rows)
+    bench.command(name="rekls")(bench_rekls)
     bench.command(name="network")(bench_network)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)

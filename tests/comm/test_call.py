@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from worlds import virtual_world
 
 import weft
+from weft.comm.parcel import exchange_parcels
 from weft.comm.tell import FAN_OUT
 from weft.errors import DisagreementError
 
@@ -134,3 +135,17 @@ def test_what_each_rank_alone_is_told(size: int) -> None:
 
     for rank, told in enumerate(virtual_world(size).run(program).results):
         assert told == [(other, 100 * other + rank, -rank) for other in range(size)]
+
+
+def test_one_element_travels_whatever_its_stride() -> None:
+    """Such a tensor is contiguous for torch; alone and in a parcel with others."""
+
+    def program(axis: weft.Axis) -> list[float]:
+        odd = torch.full((1, 4), 5.0)[:, :1].mT  # strides 1 and 4
+        boxes = [torch.zeros(1, 1), torch.zeros(2), torch.zeros(1)]
+        other = 1 - axis.rank
+        exchange_parcels(axis.begin("parcel"), [(other, [odd, torch.ones(2)])], [(other, boxes[:2])]).wait()
+        exchange_parcels(axis.begin("parcel"), [(other, [odd])], [(other, boxes[2:])]).wait()
+        return torch.cat([box.flatten() for box in boxes]).tolist()
+
+    assert virtual_world(2).run(program).results == [[5.0, 1.0, 1.0, 5.0]] * 2

@@ -1,4 +1,4 @@
-"""Rows that lie on the ranks of an axis one after the other, as the DTensor that checkpoints understand."""
+"""DTensors: how they lie on axes, and rows of an axis as the DTensor that checkpoints understand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from weft.comm.axis import Axis
 from weft.comm.dist import DistWire
@@ -50,3 +50,64 @@ def is_dtensor(value: Tensor) -> bool:
 def whole_of(value: Tensor) -> Tensor:
     """All rows. Of a DTensor: they are gathered from its ranks, who must all ask."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local_of(value: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in the same memory; any other tensor itself. Without gradients."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
+    """``local`` as the DTensor that lies as ``parameter`` does."""
+    assert isinstance(parameter, DTensor)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of the gradient, laid as the parameter is: torch leaves some gradients as sums still to be made.
+
+    All ranks of a DTensor must ask.
+    """
+    grad = parameter.grad
+    assert grad is not None
+    if isinstance(parameter, DTensor):
+        assert isinstance(grad, DTensor)
+        if grad.placements != parameter.placements:
+            grad = grad.redistribute(placements=parameter.placements)
+    return local_of(grad)
+
+
+def local_part(value: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of ``value``, a DTensor that lies as ``parameter`` does, or a whole tensor of its shape."""
+    assert isinstance(parameter, DTensor)
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
+        parameter.device_mesh,
+        parameter.placements,
+    ):
+        return value.to_local()
+    return distribute_tensor(
+        whole_of(value), parameter.device_mesh, parameter.placements, src_data_rank=None
+    ).to_local()
+
+
+def mesh_axes(parameter: Tensor) -> list[tuple[Axis, int | None]]:
+    """The mesh axes of a DTensor with the dimension it is cut along on each, None where it is whole.
+
+    They stand in the order in which pieces are put together: where a dimension is cut along two axes, the finer cut
+    first. That is the later axis, unless torch says otherwise by a strided shard: FSDP2 cuts what tensor parallelism
+    has cut already, and stands first in the mesh.
+    """
+    assert isinstance(parameter, DTensor)
+    found: list[tuple[Axis, int | None]] = []
+    strided = False
+    for index, placement in enumerate(parameter.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None and not isinstance(placement, Replicate):
+            raise NotImplementedError(f"a parameter with the placement {placement} on its mesh is not supported")
+        strided |= type(placement).__name__ == "_StridedShard"
+        found.append((Axis.of(parameter.device_mesh.get_group(index)), dim))
+    dims = [dim for _, dim in found if dim is not None]
+    return found if strided or len(set(dims)) == len(dims) else found[::-1]

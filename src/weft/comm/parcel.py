@@ -32,7 +32,8 @@ def exchange_parcels(call: Call, sends: Parcels, receives: Parcels) -> Pending[N
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    """Its memory; a contiguous tensor of one element may have any stride, which no view of bytes may."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _wrap(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,8 @@
 """Optimizers whose work is shared among the ranks, and clipping over them."""
 
 from weft.optim.clip import clip_grad_norm_
+from weft.optim.rekls import REKLS
 from weft.optim.row_adam import RowAdam
+from weft.optim.sharded_adamw import ShardedAdamW
 
-__all__ = ["RowAdam", "clip_grad_norm_"]
+__all__ = ["REKLS", "RowAdam", "ShardedAdamW", "clip_grad_norm_"]

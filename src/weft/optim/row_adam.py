@@ -14,16 +14,12 @@ from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.optim.row_costs import RowCosts
 from weft.optim.row_steps import AdamStep, Shard, catch_up_rows, step_dense, step_rows
+from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
 from weft.optim.skipped_steps import StepHistory
 
 MODES = ("exact", "lazy", "auto")
 _LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# What param groups of torch.optim.Adam and AdamW have besides: saved, so that these can go on from a checkpoint.
-_OF_TORCH = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-    "decoupled_weight_decay": True,
-}  # fmt: skip
 
 
 class _Rows:
@@ -218,7 +214,7 @@ class RowAdam(torch.optim.Optimizer):
         """As torch's, with all rows up to date and moments of the whole table, as DTensors; all ranks must ask."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            group.update(_OF_TORCH)
+            group.update(OF_TORCH)
         numbered = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in enumerate(numbered):
             rows = self._rows[weight]
@@ -231,21 +227,12 @@ class RowAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; also from another number of ranks, and from ``torch.optim.Adam`` or ``AdamW`` of the table."""
-        saved = dict(state_dict)
-        tensors, saved["state"] = saved["state"], {}
-        groups = [dict(group) for group in saved["param_groups"]]
-        for group, now in zip(groups, self.param_groups, strict=False):
-            for name in self.defaults:
-                group.setdefault(name, now[name])
-            for name in set(group) - set(now):
-                del group[name]
-        saved["param_groups"] = groups
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        for number, weight in zip(numbers, weights, strict=True):
+        for number, (values, weight) in enumerate(zip(given, weights, strict=True)):
             table = weight.row_table
             for name in _MOMENTS:
-                shape = tuple(tensors[number][name].shape) if number in tensors else None
+                shape = None if values is None else tuple(values[name].shape)
                 if shape not in (None, (table.ownership.rows, weight.shape[1])):
                     raise ValueError(
                         f"RowAdam: {name} of parameter {number} is {list(shape)} in the state, but the table is "
@@ -255,16 +242,15 @@ class RowAdam(torch.optim.Optimizer):
             self.catch_up(weight.row_table, None)
         own_state = {weight: self.state[weight] for weight in weights}
         super().load_state_dict(saved)
-        for number, weight in zip(numbers, weights, strict=True):
+        for values, weight in zip(given, weights, strict=True):
             state = self.state[weight] = own_state[weight]
             table = self._rows[weight].table
-            given = tensors.get(number)
             for name in _MOMENTS:
-                if given is None:
+                if values is None:
                     state[name].zero_()
                 else:
-                    state[name].copy_(from_checkpoint(table.axis, table.ownership, given[name]))
-            state["step"].fill_(0.0 if given is None else float(given["step"]))
+                    state[name].copy_(from_checkpoint(table.axis, table.ownership, values[name]))
+            state["step"].fill_(0.0 if values is None else float(values["step"]))
             self._rows[weight] = _Rows(
                 table, (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]), self._group_of(weight)
             )

@@ -273,7 +273,7 @@ def _words(sends: bool, receives: bool) -> str:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes, so that NaN equals itself."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _poison(tensor: torch.Tensor) -> None:

@@ -1,0 +1,59 @@
+"""What `ShardedAdamW` refuses, and in which words."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from weft.comm.dtensor import is_dtensor
+from weft.embedding import RowTable
+
+
+def find_group_fault(group: dict[str, Any]) -> Exception | None:
+    """What is wrong with the numbers of a parameter group, if anything."""
+    lr, (b1, b2) = float(group["lr"]), group["betas"]
+    if not all(0 <= value < float("inf") for value in (lr, group["eps"], group["weight_decay"])):
+        return ValueError(
+            f"ShardedAdamW: lr, eps and weight_decay must be finite and not negative, got {lr}, {group['eps']} and "
+            f"{group['weight_decay']}"
+        )
+    if not (0 <= b1 < 1 and 0 <= b2 < 1):
+        return ValueError(f"ShardedAdamW: betas must be in [0, 1), got ({b1}, {b2})")
+    return None
+
+
+def find_parameter_fault(number: int, parameter: Tensor, rank: int) -> Exception | None:
+    """What is wrong with a parameter, if anything."""
+    if is_dtensor(parameter):
+        return TypeError(
+            f"ShardedAdamW: parameter {number} is a DTensor (FSDP2, tensor parallel): its state is sharded as it "
+            f"is; use torch.optim.AdamW, or weft.REKLS with algorithm='adamw' (rank {rank})"
+        )
+    if isinstance(getattr(parameter, "row_table", None), RowTable):
+        return TypeError(
+            f"ShardedAdamW: parameter {number} is the table of a weft.ShardedEmbedding; step it with weft.RowAdam "
+            f"(rank {rank})"
+        )
+    if not parameter.is_floating_point():
+        return TypeError(f"ShardedAdamW: parameter {number} is {parameter.dtype}, not floating point (rank {rank})")
+    return None
+
+
+def find_wrapper_fault(names: Mapping[Tensor, str], rank: int) -> Exception | None:
+    """Whether a DistributedDataParallel averages the gradients of one of the parameters.
+
+    torch leaves no trace of it on a parameter, so live objects are looked through.
+    """
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel):
+            for name, parameter in thing.module.named_parameters():
+                if parameter in names and name not in thing.parameters_to_ignore:
+                    return ValueError(
+                        f"ShardedAdamW: {names[parameter]} is in a DistributedDataParallel, which averages its "
+                        f"gradients already; leave the wrapper out (rank {rank})"
+                    )
+    return None

@@ -1,0 +1,248 @@
+"""Owners: gradients go to the rank that owns a matrix, the owner works, updates come back.
+
+A parameter lies on the ranks of one or several axes. On each of them its pieces are
+
+- `Averaged`: as large as the whole, different on every rank, to be averaged (gradients over a data axis);
+- `Sharded`: one after the other along a dimension (over a tensor axis, or a mesh axis of a DTensor);
+- `Replicated`: the same everywhere.
+
+Going to an owner, pieces move along one axis after the other to the owner's place on it, so a sum is made by many
+ranks and not by one. Coming back, they take the axes in the opposite order. All pieces that move along an axis at one
+time are one exchange, with one message for each peer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis, Pending
+from weft.comm.parcel import exchange_parcels
+
+Place = tuple[int, ...]  # a rank on each axis
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Every rank has its own, of the same shape. The mean is taken in rank order, at least in fp32."""
+
+    def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank has the same."""
+
+    def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Rank r has ``sizes[r]`` of the elements along ``dim``, in rank order."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[: self.dim], self.sizes[rank], *shape[self.dim + 1 :])
+
+
+Role = Averaged | Replicated | Sharded
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the pieces of one tensor of shape ``whole`` lie on each axis, and where its owner is.
+
+    ``dtype`` and ``device`` are those of what comes back.
+    """
+
+    whole: tuple[int, ...]
+    roles: tuple[Role, ...]
+    owner: Place
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common in an exchange."""
+
+    level: int
+    tensors: int
+
+
+Held = list[Tensor | None]
+Hop = Callable[[Held], Pending[Held]]
+
+
+class Travel:
+    """Tensors on their way along several axes; the first part is under way once this is made."""
+
+    def __init__(self, hops: Iterable[Hop], held: Held) -> None:
+        self._hops = deque(hops)
+        self._pending = self._hops.popleft()(held) if self._hops else Pending(lambda: held)
+
+    def advance(self) -> None:
+        """End the part under way and start the next, if there is one."""
+        if self._hops:
+            held = self._pending.wait()
+            self._pending = self._hops.popleft()(held)
+
+    def wait(self) -> Held:
+        """End all of it."""
+        while self._hops:
+            self.advance()
+        return self._pending.wait()
+
+
+class Owners:
+    """The ranks of some axes as owners. Each is given work by its cost, the least loaded first.
+
+    >>> owners = Owners([])                    # a world of one
+    >>> owners.assign(1.0)
+    ()
+    """
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        self.axes = tuple(axes)
+        self.here: Place = tuple(axis.rank for axis in axes)
+        self._loads = dict.fromkeys(itertools.product(*(range(axis.size) for axis in axes)), 0.0)
+
+    def assign(self, cost: float) -> Place:
+        """The owner of the next piece of work. Ask for the longest first: no owner then has much more than others."""
+        place = min(self._loads, key=self._loads.__getitem__)
+        self._loads[place] += cost
+        return place
+
+    @property
+    def busiest(self) -> float:
+        """The load of the busiest owner over the mean."""
+        return max(self._loads.values()) * len(self._loads) / (sum(self._loads.values()) or 1.0)
+
+    def gather(self, name: str, routes: Sequence[Route], pieces: Sequence[Tensor | None]) -> Travel:
+        """Start this rank's ``pieces`` to their owners; ``wait()`` gives whole tensors here, None for those of others.
+
+        None for a piece that is not here. Pieces must not be changed until then.
+        """
+        held = [piece if self._is_asked(route) else None for route, piece in zip(routes, pieces, strict=True)]
+        return Travel([self._hop_to(name, level, routes) for level in range(len(self.axes))], held)
+
+    def scatter(self, name: str, routes: Sequence[Route], wholes: Sequence[Tensor | None]) -> Travel:
+        """Start whole tensors (None: of another owner) from their owners; ``wait()`` gives this rank's pieces."""
+        levels = reversed(range(len(self.axes)))
+        return Travel([self._hop_from(name, level, routes) for level in levels], list(wholes))
+
+    def _is_asked(self, route: Route) -> bool:
+        """Of ranks that have the same, only the one in the owner's row sends it."""
+        return all(
+            here == owner
+            for here, owner, role in zip(self.here, route.owner, route.roles, strict=True)
+            if isinstance(role, Replicated)
+        )
+
+    def _hop_to(self, name: str, level: int, routes: Sequence[Route]) -> Hop:
+        axis = self.axes[level]
+
+        def hop(held: Held) -> Pending[Held]:
+            sends: dict[int, list[Tensor]] = defaultdict(list)
+            receives: dict[int, list[Tensor]] = defaultdict(list)
+            parts: dict[int, list[Tensor]] = {}
+            for index, (route, piece) in enumerate(zip(routes, held, strict=True)):
+                role, owner = route.roles[level], route.owner[level]
+                if piece is None or isinstance(role, Replicated):
+                    continue
+                if owner != axis.rank:
+                    sends[owner].append(piece.contiguous())
+                    continue
+                shape = tuple(piece.shape)
+                parts[index] = [
+                    piece if rank == axis.rank else piece.new_empty(role.shape_on(rank, shape))
+                    for rank in range(axis.size)
+                ]
+                for rank, part in enumerate(parts[index]):
+                    if rank != axis.rank:
+                        receives[rank].append(part)
+            call = axis.begin(f"{name}.to_owners", _Options(level, len(routes)))
+            pending = exchange_parcels(call, _filled(sends), _filled(receives))
+
+            def finish() -> Held:
+                pending.wait()
+                return [
+                    _joined(route.roles[level], parts[index]) if index in parts
+                    else piece if isinstance(route.roles[level], Replicated) else None
+                    for index, (route, piece) in enumerate(zip(routes, held, strict=True))
+                ]  # fmt: skip
+
+            return Pending(finish)
+
+        return hop
+
+    def _hop_from(self, name: str, level: int, routes: Sequence[Route]) -> Hop:
+        axis = self.axes[level]
+
+        def hop(held: Held) -> Pending[Held]:
+            sends: dict[int, list[Tensor]] = defaultdict(list)
+            receives: dict[int, list[Tensor]] = defaultdict(list)
+            pieces: Held = [None] * len(routes)
+            for index, (route, whole) in enumerate(zip(routes, held, strict=True)):
+                if self.here[:level] != route.owner[:level]:
+                    continue
+                role, owner = route.roles[level], route.owner[level]
+                if whole is None:
+                    shape = role.shape_on(axis.rank, self._shape(route, level))
+                    pieces[index] = piece = torch.empty(shape, dtype=route.dtype, device=route.device)
+                    receives[owner].append(piece)
+                    continue
+                cut = whole.split(role.sizes, role.dim) if isinstance(role, Sharded) else [whole] * axis.size
+                pieces[index] = cut[axis.rank]
+                for rank, piece in enumerate(cut):
+                    if rank != axis.rank:
+                        sends[rank].append(piece.contiguous())
+            call = axis.begin(f"{name}.from_owners", _Options(level, len(routes)))
+            pending = exchange_parcels(call, _filled(sends), _filled(receives))
+
+            def finish() -> Held:
+                pending.wait()
+                return pieces
+
+            return Pending(finish)
+
+        return hop
+
+    def _shape(self, route: Route, level: int) -> tuple[int, ...]:
+        """The shape of what lies in this rank's row before it is cut along the axis of ``level``."""
+        shape = route.whole
+        for axis, role in zip(self.axes[level + 1 :], route.roles[level + 1 :], strict=True):
+            shape = role.shape_on(axis.rank, shape)
+        return shape
+
+
+def _filled(parcels: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
+    """What is not empty, by rank."""
+    kept = ((rank, [tensor for tensor in tensors if tensor.numel()]) for rank, tensors in sorted(parcels.items()))
+    return [(rank, tensors) for rank, tensors in kept if tensors]
+
+
+def _joined(role: Role, parts: list[Tensor]) -> Tensor:
+    """The pieces of all ranks of an axis as one tensor."""
+    if isinstance(role, Sharded):
+        return torch.cat(parts, role.dim)
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    total.div_(len(parts))
+    if bool(torch.isfinite(total).all()):
+        return total
+    total = parts[0].to(wide) / len(parts)  # the sum does not fit, but the mean does
+    for part in parts[1:]:
+        total += part.to(wide) / len(parts)
+    return total

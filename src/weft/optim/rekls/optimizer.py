@@ -1,0 +1,213 @@
+"""`REKLS`: an optimizer for tensor-parallel, data-parallel and FSDP2 models; each matrix is one rank's work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.comm.wire import SoloWire
+from weft.optim.gradients import compare_gradients
+from weft.optim.owner_optimizer import OwnerOptimizer
+from weft.optim.rekls.checkpoint import load_tensors, save_tensors
+from weft.optim.rekls.placement import find_parameter_fault, find_placements
+from weft.optim.rekls.plan import VARIANTS, Plan, Planner
+from weft.optim.rekls.settings import Settings, find_group_fault
+from weft.optim.rekls.step import Step, Task
+from weft.optim.saved_state import take_apart
+from weft.optim.verdict import tell_all
+
+_PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the ranks must have in common when they say whether the work succeeded."""
+
+    parameters: int
+
+
+class REKLS(OwnerOptimizer):
+    """SOAP in the eigenbases of KL-Shampoo's factors, for matrices; AdamW for the rest.
+
+    Each matrix has an owner among the ranks. Gradients go to owners, owners work, updates come back: one
+    eigendecomposition for each factor and step in the whole world.
+
+    | parameter                              | placement                     | what crosses ranks                 |
+    |----------------------------------------|-------------------------------|------------------------------------|
+    | plain tensor, ``partition_dim`` 0 or 1 | a shard over ``group``        | gradient to the owner, update back |
+    | plain tensor, ``partition_dim`` None   | the same on all of ``group``  | the update                         |
+    | DTensor (tensor parallel, FSDP2, HSDP) | read from it                  | as above, over its mesh            |
+    | any, with ``data_group``               | the same on all of that group | and gradients, to be averaged      |
+
+    ``group``: the ranks that plain parameters are sharded or replicated over (None: WORLD). ``data_group``: the ranks
+    whose gradients are still to be averaged, in rank order and at least in fp32. Without it gradients must be averaged
+    already. Shards may be uneven or empty.
+
+    ``variant``: "exact" is the published update, "stable" a well-conditioned one (docs/rekls.md): data- and context-
+    parallel runs can follow a single process only with "stable". ``weight_decay_method``: "decoupled", "independent",
+    "l2" or "palm". A side over ``max_factor_dim`` is not factored. Parameters of one dimension, and those of a group
+    with ``"algorithm": "adamw"``, are stepped by AdamW. Further keys of a group: ``partition_dim``, and ``flatten`` for
+    parameters of more than two dimensions (the first by all others).
+
+    A gradient that is not finite or a failed decomposition (after a second try in fp64) leaves weights and state as
+    they were, on all ranks: the step raises, or with ``on_nonfinite="skip"`` is passed over and logged.
+
+    `start`, `work` and `finish` are the three parts of a `step`, for those who want to do other things in between.
+
+    >>> model = torch.nn.Linear(4, 3)
+    >>> optimizer = REKLS(model.parameters(), lr=0.01, variant="stable")
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler leaves grad_scale and found_inf here and calls step on all ranks
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.95),
+        shampoo_beta: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        weight_decay_method: str = "decoupled",
+        variant: str = "exact",
+        group: Any = None,
+        data_group: Any = None,
+        max_factor_dim: int = 8192,
+        on_nonfinite: str = "raise",
+    ) -> None:
+        self._begin(Axis.of(group), None if data_group is None else Axis.of(data_group))
+        defaults = {
+            "lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps, "weight_decay": weight_decay,
+            "weight_decay_method": weight_decay_method, "variant": variant, "max_factor_dim": max_factor_dim,
+            "algorithm": "rekls", "partition_dim": None, "flatten": False,
+        }  # fmt: skip
+        super().__init__(params, defaults, on_nonfinite, self._tensor_axis.rank)
+
+    def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
+        self._tensor_axis, self._data_axis = tensor_axis, data_axis
+        self._planner = Planner()
+        self._plans: dict[Tensor, Plan] = {}
+        self._axes: list[Axis] = []
+        self._under_way: Step | None = None
+        self._reason: str | None = None  # why the step under way will change nothing
+        self._passed_over = False  # because a GradScaler found infinities
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. All ranks must call it: they tell each other the shapes of their shards."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._place(len(self.param_groups) - 1, group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for parameter in group["params"]:
+            self.state[parameter] = {"step": torch.tensor(0.0), **self._plans[parameter].fresh(parameter.device)}
+
+    def _place(self, place: int, group: dict[str, Any]) -> None:
+        """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
+        parameters, fault = group["params"], find_group_fault(group, tuple(VARIANTS))
+        for number, parameter in enumerate(parameters):
+            fault = fault or find_parameter_fault(number, parameter, group, self._tensor_axis.rank)
+        placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
+        self._axes += [axis for axis in axes if axis not in self._axes]
+        numbers = [f"parameter {number} of group {place}" for number in range(len(parameters))]
+        plans = self._planner.plan(parameters, group.get("param_names", numbers), placements, group)
+        self._plans.update(zip(parameters, plans, strict=True))
+
+    def _start(self) -> None:
+        groups = [(group, Settings.of(group)) for group in self.param_groups]
+        tasks = [Task(p, self._plans[p], settings) for group, settings in groups for p in group["params"]]
+        faults = (find_group_fault(group, tuple(VARIANTS)) for group in self.param_groups)
+        found_inf = getattr(self, "found_inf", None)
+        findings = compare_gradients(
+            "REKLS", [task.parameter for task in tasks], [task.plan.name for task in tasks], self._axes,
+            tuple(settings for _, settings in groups), found_inf=bool(found_inf is not None and found_inf > 0),
+            fault=next((fault for fault in faults if fault is not None), None),
+            replicated=[task.plan.replicated for task in tasks], replicated_over=self._tensor_axis,
+        )  # fmt: skip
+        self._passed_over = findings.found_inf
+        self._reason = None if findings.found_inf else findings.nonfinite
+        stays = findings.found_inf or findings.nonfinite is not None
+        self._under_way = Step([
+            task for task, present in zip(tasks, findings.present, strict=True) if present and not stays
+        ])  # fmt: skip
+
+    def _work(self) -> None:
+        assert self._under_way is not None
+        self._under_way.work(self.state, getattr(self, "grad_scale", None))
+
+    def _finish(self) -> str | None:
+        step, self._under_way = self._under_way, None
+        assert step is not None
+        reason = self._reason or (None if self._passed_over else self._ask_owners(step))
+        step.finish(self.state, reason is None)
+        return reason
+
+    def _ask_owners(self, step: Step) -> str | None:
+        """Why the step must not be made, if an owner could not do its work."""
+        plans = list(self._plans.values())
+        failed = tell_all(
+            self._axes, "REKLS.finish", _Verdict(len(plans)),
+            [0 if step.failed is None else 1 + plans.index(step.failed)],
+            lambda axis, told: list(next((row for row in told if row[0]), told[0])),
+        )[0]  # fmt: skip
+        return f"the update of {plans[failed - 1].name} could not be computed" if failed else None
+
+    # Saving, loading, copying.
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with whole tensors as DTensors over the ranks; all ranks must ask."""
+        saved = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        saved["state"] = dict(enumerate(save_tensors(parameters, self._plans, self.state)))
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, now in zip(groups, self.param_groups, strict=False):
+            group.update({name: now[name] for name in _PLACING})
+        saved, given = take_apart(self, state_dict, groups)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        loaded = load_tensors(parameters, self._plans, given)
+        super().load_state_dict(saved)
+        for parameter, state in zip(parameters, loaded, strict=True):
+            self.state[parameter] = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._axes:
+            raise TypeError(
+                "REKLS: an optimizer over several ranks cannot be pickled, process groups cannot; save its state_dict()"
+            )
+        return {**super().__getstate__(), "_on_nonfinite": self._on_nonfinite}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_on_nonfinite" in state:  # unpickled, in a world of one; torch calls this when it loads a state, too
+            self._begin(Axis.over(SoloWire()), None)
+            self._set_up(state["_on_nonfinite"], 0)
+            for number, group in enumerate(self.param_groups):
+                self._place(number, group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> REKLS:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        torch.optim.Optimizer.__setstate__(twin, copy.deepcopy(super().__getstate__(), memo))
+        twin._begin(self._tensor_axis, self._data_axis)
+        twin._set_up(self._on_nonfinite, self._rank)
+        twin._axes = list(self._axes)
+        twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}
+        return twin

@@ -1,0 +1,79 @@
+"""The numbers of one parameter group, as the mathematics of a step needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
+ALGORITHMS = ("rekls", "adamw")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One step's numbers for the parameters of a group."""
+
+    lr: float
+    betas: tuple[float, float]
+    shampoo_beta: float
+    eps: float
+    weight_decay: float
+    weight_decay_method: str
+    max_factor_dim: int
+
+    @staticmethod
+    def of(group: dict[str, Any]) -> Settings:
+        b1, b2 = group["betas"]
+        return Settings(
+            float(group["lr"]), (float(b1), float(b2)), float(group["shampoo_beta"]), float(group["eps"]),
+            float(group["weight_decay"]), group["weight_decay_method"], int(group["max_factor_dim"]),
+        )  # fmt: skip
+
+    @property
+    def shrink(self) -> float:
+        """What weight decay leaves of a weight, before the update."""
+        return _SHRINK[self.weight_decay_method](self.lr, self.weight_decay)
+
+    @property
+    def decays_gradient(self) -> bool:
+        """Whether the decay is part of the gradient (l2), so that whoever works needs the weights too."""
+        return self.weight_decay_method == "l2" and self.weight_decay != 0
+
+    def factored(self, dim: int) -> bool:
+        """Whether a side of this length has a factor."""
+        return dim <= self.max_factor_dim
+
+
+_SHRINK = {
+    "decoupled": lambda lr, decay: 1 - lr * decay,
+    "independent": lambda lr, decay: 1 - decay,
+    "palm": lambda lr, decay: 1 - lr * lr * decay,
+    "l2": lambda lr, decay: 1.0,
+}
+DECAY_METHODS = tuple(_SHRINK)
+
+
+def find_group_fault(group: dict[str, Any], variants: tuple[str, ...]) -> Exception | None:
+    """What is wrong with a parameter group's numbers and options, if anything."""
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    if not (0 <= lr < float("inf") and 0 <= group["eps"] < float("inf") and 0 <= decay < float("inf")):
+        return ValueError(
+            f"REKLS: lr, eps and weight_decay must be finite and not negative, got {lr}, {group['eps']} and {decay}"
+        )
+    b1, b2 = group["betas"]
+    if not (0 <= b1 < 1 and 0 <= b2 < 1 and 0 <= group["shampoo_beta"] < 1):
+        return ValueError(
+            f"REKLS: betas and shampoo_beta must be in [0, 1), got ({b1}, {b2}) and {group['shampoo_beta']}"
+        )
+    for name, known in (
+        ("weight_decay_method", DECAY_METHODS), ("variant", variants), ("algorithm", ALGORITHMS),
+    ):  # fmt: skip
+        if group[name] not in known:
+            return ValueError(f"REKLS: {name} {group[name]!r} is not one of {', '.join(known)}")
+    if group["max_factor_dim"] < 0:
+        return ValueError(f"REKLS: max_factor_dim must not be negative, got {group['max_factor_dim']}")
+    if group["partition_dim"] not in (None, 0, 1):
+        return ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {group['partition_dim']!r}")
+    return None

@@ -1,0 +1,35 @@
+"""One verdict on every rank of several axes: small integers and faults, told along one axis after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from weft.comm import Axis
+
+Merge = Callable[[Axis, list[tuple[int, ...]]], list[int]]
+
+
+def tell_all(
+    axes: Sequence[Axis],
+    operation: str,
+    options: object,
+    numbers: Sequence[int],
+    merge: Merge,
+    fault: Exception | None = None,
+) -> list[int]:
+    """What all ranks make of ``numbers``; a fault of one of them is raised on all.
+
+    ``merge(axis, told)`` makes one list, as long as ``numbers``, of what the ranks of an axis told, or raises. It is
+    told along the next axis, so after the last one every rank of a mesh has heard of all. A fault travels in the same
+    way: no rank raises while others go on to wait for it.
+    """
+    known = list(numbers)
+    for axis in axes:
+        try:
+            call = axis.begin(operation, options, tell=known, fault=fault)
+            known, fault = merge(axis, call.told.wait()), None
+        except (ValueError, TypeError, NotImplementedError) as error:
+            fault = error
+    if fault is not None:
+        raise fault
+    return known

@@ -1,0 +1,75 @@
+"""`REKLS` on virtual ranks: the bits of the serial optimizer, which are those of its equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from published import Published
+from sharded_run import assert_same, train_alone, train_over
+from torch import Tensor
+from worlds import virtual_world
+
+import weft
+from weft.optim.rekls.plan import VARIANTS
+from weft.optim.rekls.settings import DECAY_METHODS
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (12, 5), (16, 16), (1, 4), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", DECAY_METHODS)
+def test_alone_it_is_the_published_update(method: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(shape, dtype=dtype))
+    wanted = Published(parameter.detach(), 0.01, method=method, decay=0.1)
+    optimizer = weft.REKLS([parameter], 0.01, weight_decay=0.1, weight_decay_method=method)
+    for _ in range(10):
+        grad = torch.randn(shape, dtype=dtype)
+        parameter.grad = grad.clone()
+        optimizer.step()
+        wanted.step(grad)
+    assert torch.equal(parameter.detach(), wanted.weight)
+    assert torch.equal(optimizer.state[parameter]["L"], wanted.L)
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_over_ranks_it_has_the_bits_of_one(variant: str, size: int, uneven: bool) -> None:
+    wanted = train_alone(10, variant=variant)
+    found = virtual_world(size).run(lambda axis: train_over(axis, 10, uneven, variant=variant)).results
+    assert_same(wanted, found, uneven)
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("method", DECAY_METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_every_weight_decay_and_dtype(method: str, dtype: torch.dtype) -> None:
+    options = {"weight_decay_method": method, "weight_decay": 0.1, "dtype": dtype}
+    wanted = train_alone(6, **options)
+    assert all(weight.dtype == dtype for weight in wanted)
+    assert_same(wanted, virtual_world(3).run(lambda axis: train_over(axis, 6, True, **options)).results, True)
+
+
+def rows_and_columns(axis: weft.Axis, data: int, tensor: int) -> tuple[weft.Axis, weft.Axis]:
+    """(data axis, tensor axis) of a mesh in which the ranks of a tensor axis are neighbours."""
+    row, column = divmod(axis.rank, tensor)
+    return (
+        axis.subset([column + tensor * other for other in range(data)]),
+        axis.subset([row * tensor + other for other in range(tensor)]),
+    )
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("method", ["decoupled", "l2"])
+def test_data_by_tensor_is_one_on_averaged_gradients(data: int, tensor: int, method: str) -> None:
+    wanted = train_alone(10, data, weight_decay_method=method)
+
+    def program(axis: weft.Axis) -> list[Tensor]:
+        over_data, over_tensor = rows_and_columns(axis, data, tensor)
+        return train_over(over_tensor, 10, True, over_data, weight_decay_method=method)
+
+    found = virtual_world(data * tensor).run(program).results
+    for row in range(data):
+        assert_same(wanted, found[row * tensor : (row + 1) * tensor], True)

@@ -1,0 +1,299 @@
+"""`REKLS` on real Gloo processes: plain shards, DTensors of every placement, checkpoints at another size."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import two_by_two
+from sharded_run import KINDS, assert_same, gradients, groups_of, part_of, train_alone, train_over, weights
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.optim.rekls.plan import VARIANTS
+from weft.world.launch import ProcessWorld
+
+
+def over(axis: weft.Axis, ranks: list[int], steps: int, uneven: bool, options: dict[str, Any]) -> list[Tensor] | None:
+    group = dist.new_group(ranks)
+    return train_over(weft.Axis.of(group), steps, uneven, **options) if axis.rank in ranks else None
+
+
+@pytest.mark.parametrize(("ranks", "variant"), [([0, 1], "stable"), ([5, 0, 3, 2], "exact")])
+def test_over_processes_it_has_the_bits_of_one(pool: ProcessWorld, ranks: list[int], variant: str) -> None:
+    found = pool.run(over, ranks, 10, True, {"variant": variant})
+    assert_same(train_alone(10, variant=variant), [found[rank] for rank in sorted(ranks)], True)
+
+
+def on_mesh(axis: weft.Axis, order: str) -> list[Tensor] | None:
+    data, tensor = two_by_two(axis, order)
+    return None if tensor is None else train_over(weft.Axis.of(tensor), 10, True, weft.Axis.of(data))
+
+
+@pytest.mark.parametrize("order", ["data first", "tensor first"])
+def test_data_by_tensor_on_processes(pool: ProcessWorld, order: str) -> None:
+    found = pool.run(on_mesh, order)
+    rows = [[0, 1], [2, 3]] if order == "data first" else [[0, 2], [1, 3]]
+    for row in rows:
+        assert_same(train_alone(10, 2), [found[rank] for rank in row], True)
+
+
+class Weights(nn.Module):
+    """Parameters with names, as checkpoints want them."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__()
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(f"p{index}", nn.Parameter(parameter))
+
+
+class Layers(nn.Module):
+    """What `parallelize_module` and `fully_shard` know how to cut: sizes that four ranks share unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+MESHES = {"tensor": (4,), "fsdp": (4,), "hsdp": (2, 2), "fsdp + tensor": (2, 2)}
+
+
+def cut_layers(kind: str) -> nn.Module:
+    """The layers on the ranks of a mesh over all of WORLD."""
+    model = Layers()
+    size = dist.get_world_size()
+    shape = (size,) if len(MESHES[kind]) == 1 else (2, size // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    if "tensor" in kind:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh if len(shape) == 1 else mesh["b"], plan)
+    if kind == "hsdp":
+        fully_shard(model, mesh=mesh)
+    elif "fsdp" in kind:
+        fully_shard(model, mesh=mesh if len(shape) == 1 else mesh["a"])
+    return model
+
+
+def gradients_of(model: nn.Module, step: int) -> None:
+    """The same whole gradients whatever the placement: those of the exact update must have the same bits."""
+    make = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape, generator=make)
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = whole
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def train_layers(axis: weft.Axis, kind: str) -> tuple[list[Tensor], set[str], int]:
+    model = cut_layers(kind)
+    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    for step in range(10):
+        gradients_of(model, step)
+        optimizer.step()
+    placements = {str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}
+    mine = sum("L" in state for state in optimizer.state.values())
+    return [p.detach() for p in whole(model)], placements, mine
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", MESHES)
+def test_dtensors_of_every_placement(four: ProcessWorld, kind: str) -> None:
+    model = Layers()
+    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    for step in range(10):
+        gradients_of(model, step)
+        optimizer.step()
+    found = four.run(train_layers, kind)
+    assert sum(mine for _, _, mine in found) == 2  # each of two matrices has one owner
+    assert any("StridedShard" in one for one in found[0][1]) == (kind == "fsdp + tensor")
+    for parameters, _, _ in found:
+        for mine, wanted in zip(parameters, whole(model), strict=True):
+            assert torch.equal(mine, wanted)
+
+
+def train_for_real(axis: weft.Axis, kind: str) -> list[Tensor]:
+    """Forward, backward and step; ranks of a data group have a batch each, those of a tensor group the same."""
+    model = Layers() if kind in ("ddp", "data group", "alone") else cut_layers(kind)
+    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+    data = axis if kind == "data group" else None
+    group = axis.subset([axis.rank]) if kind == "data group" else None
+    optimizer = weft.REKLS(model.parameters(), lr=0.01, variant="stable", group=group, data_group=data)
+    for step in range(5):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        mine = x if kind in ("tensor", "alone") else x.tensor_split(axis.size)[axis.rank]
+        optimizer.zero_grad()
+        (wrapped(mine) - mine).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in whole(model)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["ddp", "data group", "tensor", "fsdp"])
+def test_training_follows_one_process(four: ProcessWorld, kind: str) -> None:
+    wanted, found = train_for_real(weft.Axis.of(None), "alone"), four.run(train_for_real, kind)
+    for parameters in found:
+        for one, other, first in zip(parameters, wanted, found[0], strict=True):
+            assert torch.equal(one, first)
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+
+
+def sums_to_be_made(axis: weft.Axis) -> tuple[Tensor, Tensor]:
+    """A replicated parameter whose gradient torch leaves as a sum over the mesh (sequence-parallel norms do that)."""
+    mesh = init_device_mesh("cpu", (axis.size,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh, [Replicate()]))
+    optimizer = weft.REKLS([parameter], lr=0.1, variant="stable")
+    parts = torch.randn(axis.size, 3, 5, generator=torch.Generator().manual_seed(0))
+    parameter.grad = DTensor.from_local(parts[axis.rank], mesh, [Partial()])
+    optimizer.step()
+    alone = nn.Parameter(torch.ones(3, 5))
+    alone.grad = parts.sum(0)
+    weft.REKLS([alone], lr=0.1, variant="stable", group=axis.subset([axis.rank])).step()
+    return parameter.to_local().detach(), alone.detach()
+
+
+@pytest.mark.processes
+def test_gradients_that_are_sums_still_to_be_made(four: ProcessWorld) -> None:
+    for found, wanted in four.run(sums_to_be_made):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# Checkpoints: 5 steps, save, 5 more; elsewhere: load, 5 more.
+
+
+def steps_on(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int, steps: range) -> None:
+    for step in steps:
+        for parameter, kind, grad in zip(model.parameters(), KINDS, gradients(step), strict=True):
+            parameter.grad = part_of(grad, kind, rank, size, True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts_of(whole: list[Tensor], axis: weft.Axis) -> Weights:
+    return Weights([part_of(one, kind, axis.rank, axis.size, True) for one, kind in zip(whole, KINDS, strict=True)])
+
+
+def over_mesh(axis: weft.Axis, mesh: str) -> tuple[weft.Axis, weft.Axis | None]:
+    """(tensor axis, data axis): all ranks, or 2 x 2. Every data rank has the same gradients."""
+    if mesh == "tensor":
+        return axis, None
+    data, tensor = two_by_two(axis, "data first")
+    return weft.Axis.of(tensor), weft.Axis.of(data)
+
+
+def save_parts(axis: weft.Axis, folder: str, variant: str, mesh: str) -> None:
+    tensor, data = over_mesh(axis, mesh)
+    model = parts_of(weights(), tensor)
+    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.01, variant=variant, group=tensor, data_group=data)
+    steps_on(model, optimizer, tensor.rank, tensor.size, range(5))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+
+
+def go_on_with_parts(
+    axis: weft.Axis, folder: str, variant: str, start: list[Tensor], alone: bool, mesh: str = "tensor"
+) -> list[Tensor]:
+    axis, data = over_mesh(axis, mesh)
+    model = parts_of(start, axis)
+    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.5, variant=variant, group=axis, data_group=data)
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(content, checkpoint_id=folder, no_dist=alone)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
+    steps_on(model, optimizer, axis.rank, axis.size, range(5, 10))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mesh", ["tensor", "data x tensor"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_checkpoint_of_four_goes_on_at_any_size(
+    four: ProcessWorld, two: ProcessWorld, tmp_path: Path, variant: str, mesh: str
+) -> None:
+    wanted, middle = train_alone(10, variant=variant), train_alone(5, variant=variant)
+    four.run(save_parts, str(tmp_path), variant, mesh)
+    for world in (four, two):
+        assert_same(wanted, world.run(go_on_with_parts, str(tmp_path), variant, middle, False), True)
+    other = "tensor" if mesh != "tensor" else "data x tensor"
+    rows = four.run(go_on_with_parts, str(tmp_path), variant, middle, False, other)
+    for row in [rows] if other == "tensor" else [rows[:2], rows[2:]]:
+        assert_same(wanted, row, True)
+    alone = go_on_with_parts(weft.Axis.of(None), str(tmp_path), variant, middle, True)
+    assert_same(wanted, [alone], True)
+
+
+def save_layers(axis: weft.Axis, kind: str, folder: str) -> None:
+    model = cut_layers(kind)
+    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    for step in range(5):
+        gradients_of(model, step)
+        optimizer.step()
+    states = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
+
+
+def go_on_with_layers(axis: weft.Axis, kind: str, folder: str) -> list[Tensor]:
+    model = Layers() if kind == "alone" else cut_layers(kind)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    optimizer = weft.REKLS(model.parameters(), lr=0.5)
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(content, checkpoint_id=folder, no_dist=kind == "alone")
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    for step in range(5, 10):
+        gradients_of(model, step)
+        optimizer.step()
+    return [parameter.detach() for parameter in whole(model)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("saved", "resumed"), [("tensor", "tensor"), ("fsdp + tensor", "fsdp"), ("hsdp", "tensor")])
+def test_a_checkpoint_of_dtensors_goes_on_at_any_size(
+    four: ProcessWorld, two: ProcessWorld, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    model = Layers()
+    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    for step in range(10):
+        gradients_of(model, step)
+        optimizer.step()
+    four.run(save_layers, saved, str(tmp_path))
+    found = two.run(go_on_with_layers, resumed, str(tmp_path))
+    found.append(go_on_with_layers(weft.Axis.of(None), "alone", str(tmp_path)))
+    for parameters in found:
+        for mine, wanted in zip(parameters, whole(model), strict=True):
+            assert torch.equal(mine, wanted)
+
+
+def run_example(axis: weft.Axis, path: str) -> list[float]:
+    return runpy.run_path(path)["train"](axis, 20)
+
+
+@pytest.mark.processes
+def test_the_example_follows_one_process(two: ProcessWorld) -> None:
+    path = Path(__file__).parents[2] / "examples" / "rekls.py"
+    assert len(path.read_text().splitlines()) < 60
+    alone = run_example(weft.Axis.of(None), str(path))
+    assert alone[-1] < 0.5 * alone[0]
+    for losses in two.run(run_example, str(path)):
+        assert losses == pytest.approx(alone, rel=1e-5)
