@@ -1,0 +1,188 @@
+"""The two functions that transformers calls under a registered name: the mask, and attention with it.
+
+A model asks for a mask once for each kind of layer and hands it to the layers. Ours is no tensor: it says where the
+tokens of the batch lie and what window the layers have, so that it reaches attention also where a layer is computed
+again in the backward (gradient checkpointing), whatever batch came in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from weft.attention import attention
+from weft.sequence import Sequence
+
+# What a mask may be made of. An overlay that is not here (images, chunks, blocks) would be lost.
+PLAIN_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")
+# Keywords that reach attention and change nothing in it, or were dealt with before.
+HARMLESS = frozenset({
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "labels", "logits_to_keep", "max_length_k",
+    "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids", "seq_idx",
+    "shift_labels", "sliding_window", "use_cache",
+})  # fmt: skip
+REASONS = {
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a bias on the scores",
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by blocks",
+    "output_attentions": "attention weights as an output",
+    "past_key_values": "a cache",
+    "cache": "a cache",
+}
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward of a model under way. sequences: one for all rows, or one for each."""
+
+    model: str
+    sequences: list[Sequence]
+    method: str
+    calls: int = 0
+    loss_is_right: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.sequences[0].axis.rank
+
+
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """What the queries of some layers see: earlier tokens of their document, ``window`` of them (with itself)."""
+
+    forward: Forward
+    window: int | None
+
+    def __getattr__(self, name: str) -> Any:
+        """Code that takes it for a tensor would change what is seen."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(self._words(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError(self._words("indexing"))
+
+    def _words(self, name: str) -> str:
+        return (
+            f"ContextParallel: {self.forward.model} changes its mask ({name}) before attention (rank "
+            f"{self.forward.rank}); only causal masks with windows and documents can be context-parallel"
+        )
+
+
+@dataclass
+class _Running(threading.local):
+    forwards: list[Forward] = field(default_factory=list)
+
+
+running = _Running()  # of this thread, the innermost last
+
+
+def see(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
+    """The mask, in transformers' words. ``local_size`` is the window of sliding layers."""
+    if not running.forwards:
+        raise ValueError(
+            "ContextParallel: a part of an enabled model was called, not the model; call the model that was enabled"
+        )
+    forward = running.forwards[-1]
+    for name in _parts_of(mask_function):
+        if name not in PLAIN_MASKS:
+            raise NotImplementedError(
+                f"ContextParallel: {forward.model} asks for a mask with {name}, and only causal ones with windows and "
+                f"documents are supported (rank {forward.rank})"
+            )
+    return Visible(forward, local_size)
+
+
+def _parts_of(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The names of the functions a mask is the conjunction of."""
+    name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
+    if name != "and_masks":
+        yield name
+        return
+    for cell in mask_function.__closure__ or ():
+        for part in cell.cell_contents:
+            yield from _parts_of(part)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' words: q ``[B, H, S, D]``, k and v ``[B, Hk, S, D]`` -> (out ``[B, S, H, D]``, None).
+
+    Causality and window are the mask's, as they are with SDPA where there is one: some models tell only the mask, and
+    ``is_causal`` may be False because of it.
+    """
+    if not isinstance(attention_mask, Visible):
+        raise NotImplementedError(
+            f"ContextParallel: {type(module).__name__} was given a mask of its own, {type(attention_mask).__name__}, "
+            f"in place of the one that knows about the other ranks; this model cannot be context-parallel"
+        )
+    forward = attention_mask.forward
+    _refuse_unknown(forward, dropout, keywords)
+    forward.calls += 1
+    query, key, value = _in_one_dtype(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    width, value_width = query.shape[-1], value.shape[-1]
+    # One head size for the kernels: zeros add nothing to scores, and the outputs they make are cut off.
+    if value_width < width:
+        value = pad(value, (0, width - value_width))
+    elif width < value_width:
+        query, key = pad(query, (0, value_width - width)), pad(key, (0, value_width - width))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    window = None if attention_mask.window is None else (attention_mask.window - 1, 0)
+    with torch.autocast(query.device.type, enabled=False):
+        out = _attend_rows(forward, q, k, v, causal=True, scale=scale, window=window, method=forward.method)
+    return out[..., :value_width].contiguous(), None
+
+
+def _attend_rows(forward: Forward, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """All rows at once where their documents are the same, else each by itself."""
+    sequences = forward.sequences
+    if len(sequences) > 1:
+        rows = [attention(*(x[row : row + 1] for x in (q, k, v)), sequence=sequence, **options)
+                for row, sequence in enumerate(sequences)]  # fmt: skip
+        return torch.cat(rows)
+    if sequences[0].bounds is None or len(q) == 1:
+        return attention(q, k, v, sequence=sequences[0], **options)
+    # Packed rows stand side by side as heads: query head h of row b uses KV head b Hk + h // (H / Hk), as it should.
+    side_by_side = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v)]
+    out = attention(*side_by_side, sequence=sequences[0], **options)
+    return out[0].unflatten(1, (len(q), -1)).transpose(0, 1)
+
+
+def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As SDPA takes them under autocast, where rotary embeddings leave q and k in fp32 beside a bf16 v."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _refuse_unknown(forward: Forward, dropout: float, keywords: dict[str, Any]) -> None:
+    """Every keyword is known to change nothing, or it is refused: ignoring one gives wrong numbers in silence."""
+    where = f"in {forward.model} (rank {forward.rank})"
+    if dropout:
+        raise NotImplementedError(
+            f"ContextParallel: attention dropout of {dropout} {where} is not supported; load the model with "
+            f"attention_dropout=0.0 (attn_pdrop=0.0 for GPT2)"
+        )
+    for name, value in keywords.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            reason = REASONS.get(name, "a keyword that is not known here")
+            raise NotImplementedError(f"ContextParallel: {reason} ({name}) {where} cannot be context-parallel")

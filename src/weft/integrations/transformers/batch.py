@@ -1,0 +1,222 @@
+"""A batch of token ids: what is in the whole of it, and one rank's part. Every rank has the whole; nothing is sent.
+
+Who sees whom is read from the batch as transformers reads it for SDPA: documents begin where ``position_ids`` do not
+rise by one, and padding is what ``attention_mask`` says. A batch that would be read wrongly in parts is refused here,
+where every rank has the same in hand and comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from weft.sequence.layout import lay_out, shard_lengths
+from weft.sequence.sequence import Bounds
+
+KEY = "weft"  # where a shard of a batch carries what it must know about the whole
+IGNORED = -100  # the label of a token that is nobody's target
+TOKENS = ("input_ids", "labels", "shift_labels")
+FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+KNOWN = (*TOKENS, "attention_mask", "position_ids", *FLATTENED, "num_items_in_batch")
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What a shard knows about the whole batch.
+
+    documents: where those of each row begin and end, None where every row is one document. digest: of everything in
+    the batch; ranks of one context group must have the same.
+    """
+
+    rows: int
+    length: int
+    documents: tuple[Bounds, ...] | None
+    digest: int
+    layout: str
+    size: int
+
+    def to(self, *_: Any, **__: Any) -> WholeBatch:
+        """Itself: loops move every value of a batch to a device, and this is for the host."""
+        return self
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return shard_lengths(self.length, self.layout, self.size)
+
+
+def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> dict[str, Any]:
+    """This rank's part of a whole batch, for ``model(**part)``: see `ContextParallel.shard`."""
+    if KEY in batch:
+        raise ValueError(f"ContextParallel.shard: this batch has been sharded already (rank {rank})")
+    unknown = sorted(set(batch) - set(KNOWN))
+    if unknown:
+        raise NotImplementedError(
+            f"ContextParallel.shard: the batch has {', '.join(unknown)}, and how to cut that is not known "
+            f"(rank {rank}); known are {', '.join(KNOWN)}"
+        )
+    ids = _tokens_of(batch, "input_ids", None, rank)
+    if ids is None:
+        raise ValueError(f"ContextParallel.shard: the batch has no input_ids (rank {rank})")
+    shape = (ids.shape[0], ids.shape[1])
+    ends = _read_padding(batch.get("attention_mask"), shape, rank)
+    positions, documents = _read_positions(batch, shape, ends, ids.device, rank)
+    targets = _tokens_of(batch, "shift_labels", shape, rank)
+    labels = _tokens_of(batch, "labels", shape, rank)
+    if targets is None and labels is not None:
+        targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if targets is not None and ends is not None:
+        _check_padded_targets(targets, ends, rank)
+    missing = max(0, size - ids.shape[1])  # every rank gets a token: models do not take empty ones
+    if missing:
+        ids, positions = pad(ids, (0, missing)), pad(positions, (0, missing))
+        targets = None if targets is None else pad(targets, (0, missing), value=IGNORED)
+        if documents is not None:
+            documents = tuple((*bounds, bounds[-1] + missing) for bounds in documents)
+    digest = _digest(ids, positions, *(() if targets is None else (targets,)))
+    whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size)
+    places = _places(whole, rank).to(ids.device)
+    part: dict[str, Any] = {"input_ids": ids[:, places], "position_ids": positions[:, places]}
+    if targets is not None:
+        mine = targets[:, places]
+        # transformers computes a loss only where there are labels, and takes shift_labels as they are.
+        part["labels"] = part["shift_labels"] = mine
+        part["num_items_in_batch"] = (targets != IGNORED).sum().clamp(min=1)
+    if batch.get("num_items_in_batch") is not None:
+        part["num_items_in_batch"] = torch.as_tensor(batch["num_items_in_batch"])
+    part[KEY] = whole
+    return part
+
+
+def _places(whole: WholeBatch, rank: int) -> Tensor:
+    """Where this rank's tokens stand in the whole."""
+    runs = [run for run in lay_out(whole.lengths, whole.layout) if run.rank == rank]
+    return torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
+
+
+def _tokens_of(batch: Mapping[str, Any], name: str, shape: tuple[int, int] | None, rank: int) -> Tensor | None:
+    value = batch.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.ndim != 2 or value.is_floating_point():
+        kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"ContextParallel.shard: {name} must be integers [B, S], got {kind} (rank {rank})")
+    if shape is not None and value.shape != shape:
+        raise ValueError(
+            f"ContextParallel.shard: {name} {list(value.shape)} must have the shape of input_ids {list(shape)} "
+            f"(rank {rank}); pass the whole batch, before anything is cut"
+        )
+    return value
+
+
+def _read_padding(mask: Any, shape: tuple[int, int], rank: int) -> Tensor | None:
+    """How many tokens of each row are real ``[B]``, None where all are. Only padding on the right needs no mask.
+
+    A causal query sees nothing after itself, so no real token sees what is padded on the right.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
+        shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise NotImplementedError(
+            f"ContextParallel.shard: attention_mask must be [B, S] = {list(shape)} of zeros and ones, got {shown} "
+            f"(rank {rank}); other masks are not supported"
+        )
+    ones = mask != 0
+    if not bool((mask == ones).all()):
+        raise NotImplementedError(
+            f"ContextParallel.shard: attention_mask has values other than 0 and 1 (rank {rank}); for packed documents "
+            f"leave it out and pass position_ids that begin again with each"
+        )
+    ends = ones.sum(1)
+    if not bool((ones == (torch.arange(shape[1], device=mask.device) < ends[:, None])).all()):
+        raise NotImplementedError(
+            f"ContextParallel.shard: attention_mask has zeros before ones, on the left or inside (rank {rank}); "
+            f"pad on the right (tokenizer.padding_side = 'right')"
+        )
+    return ends
+
+
+def _read_positions(
+    batch: Mapping[str, Any], shape: tuple[int, int], ends: Tensor | None, device: torch.device, rank: int
+) -> tuple[Tensor, tuple[Bounds, ...] | None]:
+    """Global position_ids ``[B, S]`` and the documents of each row, or None where every row is one."""
+    rows, length = shape
+    given = batch.get("position_ids")
+    if given is None:
+        positions = torch.arange(length, device=device).expand(rows, -1)
+    elif isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] == length and given.shape[0] in (1, rows):
+        positions = given.expand(rows, -1)
+    else:
+        shown = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(
+            f"ContextParallel.shard: position_ids must be [B, S] = {list(shape)} of the whole batch, got {shown} "
+            f"(rank {rank})"
+        )
+    begins = positions[:, 1:] - positions[:, :-1] != 1
+    if ends is not None:
+        begins = begins & (torch.arange(1, length, device=begins.device) < ends[:, None])
+        if bool(begins.any()):
+            raise ValueError(
+                f"ContextParallel.shard: position_ids begin again inside a row, and there is an attention_mask, with "
+                f"which transformers would let documents see one another (rank {rank}); leave attention_mask out"
+            )
+    flattened = _read_flattened(batch, shape, rank)
+    if not bool(begins.any()):
+        documents = None
+    else:
+        documents = tuple(
+            (0, *(torch.nonzero(row).flatten() + 1).tolist(), length) for row in begins
+        )  # fmt: skip
+    if flattened is not None and flattened != (documents or ((0, length),))[0]:
+        raise ValueError(
+            f"ContextParallel.shard: cu_seq_lens_q say {list(flattened[:8])}, but position_ids begin again at "
+            f"{list((documents or ((0, length),))[0][:8])} (rank {rank}); both must tell the same documents"
+        )
+    return positions, documents
+
+
+def _read_flattened(batch: Mapping[str, Any], shape: tuple[int, int], rank: int) -> Bounds | None:
+    """The boundaries that `DataCollatorWithFlattening` gives beside position_ids; documents without tokens left out."""
+    found: list[Bounds] = []
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if batch.get(name) is not None:
+            bounds = torch.as_tensor(batch[name]).flatten().tolist()
+            found.append(tuple(bounds[:1] + [b for a, b in pairwise(bounds) if a != b]))
+    if not found:
+        return None
+    if shape[0] != 1 or found[0] != found[-1] or found[0][-1] != shape[1]:
+        raise ValueError(
+            f"ContextParallel.shard: cu_seq_lens_q and cu_seq_lens_k must be alike, end at {shape[1]} and come with "
+            f"one row, got {[list(one[:8]) for one in found]} and {shape[0]} rows (rank {rank})"
+        )
+    return found[0]
+
+
+def _check_padded_targets(targets: Tensor, ends: Tensor, rank: int) -> None:
+    padded = torch.arange(targets.shape[1], device=targets.device) >= ends.to(targets.device)[:, None]
+    wrong = (padded & (targets != IGNORED)).any(1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"ContextParallel.shard: row {row} has labels where attention_mask is 0 (rank {rank}); label padded tokens "
+            f"{IGNORED}"
+        )
+
+
+def _digest(*tensors: Tensor) -> int:
+    """A number of 62 bits that depends on every value and its place. The same on every device."""
+    total = 0
+    for number, tensor in enumerate(tensors):
+        values = tensor.to(torch.int64).flatten()
+        mixed = values + torch.arange(1, len(values) + 1, device=values.device) * -7046029254386353131
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total = (total * 31 + number + int(mixed.sum())) & (2**62 - 1)
+    return total

@@ -1,0 +1,212 @@
+"""`ContextParallel`: what a user holds. Models are enabled, batches are cut, data is read by data rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from weft.attention.methods import METHODS
+from weft.comm import Axis
+from weft.integrations.transformers.batch import KEY, WholeBatch, shard_batch
+from weft.integrations.transformers.data import DataRankLoader, DataRankSampler, ShardingCollator
+from weft.integrations.transformers.enabled import Enabled, load_transformers, register
+from weft.integrations.transformers.model_faults import find_model_fault
+from weft.sequence import Sequence
+from weft.sequence.layout import find_layout_fault
+
+# Every model that is context-parallel now, of whichever ContextParallel.
+_enabled: weakref.WeakKeyDictionary[Any, Enabled] = weakref.WeakKeyDictionary()
+
+
+class ContextParallel:
+    """Causal transformers models whose sequences lie on the ranks of ``group``.
+
+    ``group`` is a ``ProcessGroup``, a 1-D ``DeviceMesh`` (``mesh["cp"]``), an ``Axis`` or None (WORLD); ``layout``
+    "zigzag", which balances causal attention, or "contiguous"; ``method`` as in `weft.attention`; ``name`` what the
+    attention is called in ``model.config``, one for each object that is in use at a time.
+
+        cp = ContextParallel(mesh["cp"])
+        cp.enable(model)
+        loss = model(**cp.shard(batch)).loss      # this rank's share: the ranks' losses and gradients are to be summed
+
+    >>> import torch
+    >>> part = ContextParallel().shard({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})
+    >>> part["shift_labels"], part["num_items_in_batch"]
+    (tensor([[   6,    7, -100]]), tensor(2))
+    """
+
+    def __init__(self, group: Any = None, *, layout: str = "zigzag", method: str = "auto", name: str = "weft") -> None:
+        self.axis = Axis.of(group)
+        self.layout, self.method, self.name = layout, method, name
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        rank = self.axis.rank
+        if fault := find_layout_fault("ContextParallel", layout, rank):
+            raise fault
+        if method != "auto" and method not in METHODS:
+            raise ValueError(
+                f"ContextParallel: method {method!r} is not one of auto, {', '.join(METHODS)} (rank {rank})"
+            )
+        if not name or any(word in name for word in ("sdpa", "flash", "flex", "eager", "paged", "|", "/")):
+            raise ValueError(
+                f"ContextParallel: name {name!r} would mean another attention to transformers (rank {rank}); choose "
+                f"one without sdpa, flash, flex, eager, paged, '|' and '/'"
+            )
+
+    @property
+    def size(self) -> int:
+        """Ranks of the context group: by how much DDP and FSDP divide too much, see the docs."""
+        return self.axis.size
+
+    def enable(self, model: Any) -> None:
+        """Make ``model`` context-parallel from now on, or raise why that would be wrong: the same on every rank.
+
+        Every rank of the group calls it, with the model itself, before it is wrapped by DDP, FSDP or others.
+        """
+        load_transformers(self.axis.rank)
+        fault = self._find_fault(model)
+        fault = fault or register(self.name, self.axis.rank)
+        options = None if fault else _Options(type(model).__name__, _sizes_of(model), self.layout, self.method)
+        self.axis.begin("ContextParallel.enable", options, tell=(), fault=fault).told.wait()
+        enabled = Enabled(model, self.axis, self.layout, self.method, self.name)
+        enabled.resume()
+        _enabled[model] = enabled
+        self._models.add(model)
+
+    def _find_fault(self, model: Any) -> Exception | None:
+        import transformers
+
+        where = f"(rank {self.axis.rank})"
+        if not isinstance(model, transformers.PreTrainedModel):
+            return TypeError(
+                f"ContextParallel.enable: model must be a transformers PreTrainedModel, got {type(model).__name__} "
+                f"{where}; enable it before it is wrapped"
+            )
+        if model in _enabled:
+            return ValueError(
+                f"ContextParallel.enable: this {type(model).__name__} is enabled already, as {_enabled[model].name!r} "
+                f"{where}; disable it first"
+            )
+        return find_model_fault(model, self.axis.rank)
+
+    def disable(self, model: Any) -> None:
+        """Leave ``model`` as it was before `enable`. Sends nothing."""
+        if model not in self._models:
+            raise ValueError(
+                f"ContextParallel.disable: this {type(model).__name__} is not enabled here (rank {self.axis.rank})"
+            )
+        enabled = _enabled.pop(model)
+        self._models.discard(model)
+        if enabled.active:
+            enabled.pause()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the models of this object work alone on this rank: ``generate()``, or a batch that is not cut.
+
+        Nothing is sent, so one rank may do it by itself.
+        """
+        models = [model for model in self._models if _enabled[model].active]
+        for model in models:
+            _enabled[model].pause()
+        try:
+            yield
+        finally:
+            for model in models:
+                if model in self._models:  # not disabled meanwhile
+                    _enabled[model].resume()
+
+    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of ``batch``, for ``model(**part)``. Every rank passes the whole; nothing crosses ranks.
+
+        | in the batch                      | in the part                                                             |
+        |-----------------------------------|-------------------------------------------------------------------------|
+        | `input_ids` ``[B, S]``            | this rank's tokens ``[B, s]``                                           |
+        | `position_ids`, if any            | the same positions, of these tokens; packed documents begin where they  |
+        |                                   | do not rise by one (``cu_seq_lens_q`` must say the same)                |
+        | `labels` or `shift_labels`        | `shift_labels`: shifted in the whole, then cut; `labels`, the same      |
+        | `num_items_in_batch`, if any      | as given, else the targets of the whole batch                           |
+        | `attention_mask`, padding right   | nothing: no real token sees padding on the right                        |
+        """
+        return shard_batch(batch, self.layout, self.axis.rank, self.axis.size)
+
+    def sequence(self, part: Mapping[str, Any]) -> Sequence:
+        """Where the tokens of a part lie, for ``sequence=`` of `weft.attention` and `weft.linear_attention`."""
+        whole = part.get(KEY)
+        if not isinstance(whole, WholeBatch):
+            raise ValueError(f"ContextParallel.sequence: this is no part from cp.shard (rank {self.axis.rank})")
+        rows = set(whole.documents or (None,))
+        if len(rows) > 1 or (rows != {None} and whole.rows > 1):
+            raise ValueError(
+                f"ContextParallel.sequence: {whole.rows} rows with packed documents have no one sequence (rank "
+                f"{self.axis.rank}); pack into one row"
+            )
+        return Sequence(self.axis, self.layout, whole.lengths, rows.pop())
+
+    def collator(self, inner: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
+        """A collator for DataLoader or Trainer: ``inner`` makes the whole batch, this rank's part is passed on."""
+        return ShardingCollator(inner, self.layout, self.axis.rank, self.axis.size)
+
+    def sampler(
+        self, dataset: Sized, *, data: Any = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DataRankSampler:
+        """The samples of this rank's context group. ``data`` is the group or mesh of the data ranks (``mesh["dp"]``).
+
+        Samplers that go by rank give each rank of a context group other samples. Call ``set_epoch`` as on
+        DistributedSampler.
+        """
+        world = Axis.of(None)
+        if data is None and world.size != self.axis.size:
+            raise ValueError(
+                f"ContextParallel.sampler: of {world.size} ranks {self.axis.size} are one context group, so there are "
+                f"several data ranks (rank {world.rank}); pass data=mesh['dp'], the group across them"
+            )
+        rank, size = (0, 1) if data is None else (Axis.of(data).rank, Axis.of(data).size)
+        return DataRankSampler(len(dataset), rank, size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        collate_fn: Callable[[Any], Any],
+        *,
+        data: Any = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> DataRankLoader:
+        """A DataLoader with `sampler`, for ``Trainer.get_train_dataloader`` and ``get_eval_dataloader``.
+
+        ``collate_fn`` is what `collator` returned; Trainer has it as ``self.data_collator``. ``options`` are
+        DataLoader's.
+        """
+        if not isinstance(collate_fn, ShardingCollator):
+            raise TypeError(
+                f"ContextParallel.loader: collate_fn must be what cp.collator(inner) returns, got "
+                f"{type(collate_fn).__name__} (rank {self.axis.rank}); whole batches would reach the model"
+            )
+        sampler = self.sampler(dataset, data=data, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return DataRankLoader(
+            dataset, batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, **options
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common when they enable a model."""
+
+    model: str
+    sizes: str
+    layout: str
+    method: str
+
+
+def _sizes_of(model: Any) -> str:
+    """To find ranks that loaded another model."""
+    config = model.config
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "sliding_window")  # fmt: skip
+    return " ".join(f"{name}={getattr(config, name, None)}" for name in names)
