@@ -212,6 +212,35 @@ def test_a_decomposition_that_fails(broken: str, monkeypatch: pytest.MonkeyPatch
             assert words == "" and torch.isfinite(after).all()
 
 
+def test_infinities_that_one_ranks_scaler_found() -> None:
+    """Every rank passes the step over, in silence: a GradScaler does so by rule."""
+
+    def program(axis: weft.Axis) -> tuple[bool, Tensor]:
+        made = Run(axis)
+        made.give(2)
+        made.optimizer.grad_scale, made.optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(axis.rank == 1))
+        made.optimizer.step()
+        del made.optimizer.grad_scale, made.optimizer.found_inf
+        return made.is_as_before(), made.goes_on()
+
+    good = undisturbed(3)
+    for rank, (kept, after) in enumerate(virtual_world(3).run(program).results):
+        assert kept and torch.equal(after, good[rank])
+
+
+def test_gradients_that_unscaling_makes_infinite() -> None:
+    def program(made: Run) -> None:
+        made.give(2)
+        made.optimizer.grad_scale = torch.tensor(1e-39)
+        try:
+            made.optimizer.step()
+        finally:
+            del made.optimizer.grad_scale
+
+    for words, kept, _ in outcomes(program):
+        assert "could not be computed; weights and state are as before" in words and kept
+
+
 def test_a_sum_that_overflows_has_a_mean() -> None:
     def program(axis: weft.Axis) -> Tensor:
         weight = torch.nn.Parameter(torch.ones(2, 3))
