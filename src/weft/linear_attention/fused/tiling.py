@@ -1,0 +1,50 @@
+"""Which blocks a Triton kernel works in: a function of the shapes alone, so that the same inputs give the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_DIM = 256  # K and V
+MAX_CHUNK = 128
+# Programs wanted of the kernel that walks through chunks one after the other: about four for each multiprocessor.
+PROGRAMS = 512
+# Chunks a piece has at least: the state at its border is an extra state to write and to read.
+PIECE = 8
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows of a chunk, key and value dimensions in a block; warps of a program."""
+
+    rows: int
+    keys: int
+    values: int
+    warps: int
+
+
+KERNELS = ("chunk_states", "scan_pieces", "output_intra", "output_inter", "intra_backward", "inter_backward")
+
+
+def tile(kernel: str, chunk: int, keys: int, values: int, gate: str) -> Tiling:
+    """The blocks of ``kernel`` for chunks of ``chunk`` tokens; tensor cores want at least 16 of everything."""
+    rows = max(16, chunk)
+    widest = 64
+    return Tiling(rows, min(widest, _power(keys)), min(widest, _power(values)), 4 if rows <= 64 else 8)
+
+
+def _power(dim: int) -> int:
+    """The power of two that holds ``dim``, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def chunks_per_piece(chunks: int, cells: int) -> int:
+    """How many chunks one program walks through, where ``cells`` programs (heads, blocks) work on a piece."""
+    pieces = -(-PROGRAMS // max(1, cells))
+    return max(PIECE, -(-chunks // pieces))
+
+
+def precision(*dtypes: torch.dtype) -> str:
+    """How products are taken: tf32 holds half precision exactly; fp32 takes three products of heads and remainders."""
+    return "tf32x3" if torch.float32 in dtypes else "tf32"
