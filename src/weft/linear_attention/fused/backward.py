@@ -7,15 +7,15 @@ import triton.language as tl
 
 from weft.linear_attention.fused.decay import (
     after,
+    chunk_scores,
     cumulate_logs,
-    decay_between,
     decay_over,
     load_logs,
     load_state,
     load_tile,
     over_middle,
-    score_block,
     store_tile,
+    to_gate,
     up_to,
     within_half,
 )
@@ -56,38 +56,19 @@ def intra_backward(
     Results are [B, T, HV, K or V]; dg is [B, T, HV] or [B, T, HV, K].
     """
     chunk, cell = tl.program_id(0), tl.program_id(1)
-    b, head = cell // value_heads, cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
     row = tl.arange(0, BC)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
-    q += b.to(tl.int64) * q_b + token * q_t + (head // group) * q_h
-    k += b.to(tl.int64) * k_b + token * k_t + (head // group) * k_h
-    v += b.to(tl.int64) * v_b + token * v_t + head * v_h
-    do += b.to(tl.int64) * do_b + token * do_t + head * do_h
-    if GATE == "constant":
-        g += head // gate_group
-    elif GATE != "none":
-        g += b.to(tl.int64) * g_b + token * g_t + (head // gate_group) * g_h
-    place = (b.to(tl.int64) * tokens_all + token) * value_heads + head
+    q += b * q_b + token * q_t + (head // group) * q_h
+    k += b * k_b + token * k_t + (head // group) * k_h
+    v += b * v_b + token * v_t + head * v_h
+    do += b * do_b + token * do_t + head * do_h
+    g = to_gate(g, b, token, head // gate_group, g_b, g_t, g_h, GATE)
+    place = (b * tokens_all + token) * value_heads + head
     state = (chunk.to(tl.int64) * batch + b) * value_heads + head
     piece = (tl.load(chunk_piece + chunk).to(tl.int64) * batch + b) * value_heads + head
 
-    scores = tl.zeros([BC, BC], dtype=tl.float32)
-    for block in range((K + BK - 1) // BK):
-        key = block * BK + tl.arange(0, BK)
-        qs = load_tile(q, row, key, q_t, tokens, K)
-        ks = load_tile(k, row, key, k_t, tokens, K)
-        if GATE == "vector":
-            scores += score_block(qs, ks, load_logs(g, row, key, g_t, tokens, K), row, LEVELS, DOT, LOGS)
-        else:
-            scores = tl.dot(qs, tl.trans(ks), scores, input_precision=DOT)
-    if GATE == "constant" or GATE == "scalar":
-        cumulated, _ = cumulate_logs(g, row, tokens, g_t, GATE)
-        decay = decay_between(cumulated, row, BC)
-        from_start = tl.exp(cumulated.to(tl.float32))
-        scores = scores * decay
-    elif GATE == "none":
-        scores = tl.where(row[:, None] >= row[None, :], scores, 0.0)
-
+    scores, decay = chunk_scores(q, k, g, row, q_t, k_t, g_t, tokens, K, BC, BK, LEVELS, GATE, DOT, LOGS)
     grad = tl.zeros([BC, BC], dtype=tl.float32)
     for block in range((V + BV - 1) // BV):
         value = block * BV + tl.arange(0, BV)
@@ -103,6 +84,8 @@ def intra_backward(
         weight = tl.where(row[:, None] > row[None, :], scores * grad, 0.0)
         later = tl.dot(tl.trans(up_to(row).to(tl.float32)), weight, input_precision=DOT)
         dlog = tl.sum(tl.where(row[:, None] > row[None, :], later, 0.0), 1)
+        cumulated, _ = cumulate_logs(g, row, tokens, g_t, GATE)
+        from_start = tl.exp(cumulated.to(tl.float32))
         received = tl.zeros([BC], dtype=tl.float32)
         grad = grad * decay
 
@@ -148,16 +131,13 @@ def inter_backward(
 ):  # fmt: skip
     """One chunk and value head: dk, dv and dg, from their within-chunk parts and the gradient of the leaving state."""
     chunk, cell = tl.program_id(0), tl.program_id(1)
-    b, head = cell // value_heads, cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
     row = tl.arange(0, BC)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
-    k += b.to(tl.int64) * k_b + token * k_t + (head // group) * k_h
-    v += b.to(tl.int64) * v_b + token * v_t + head * v_h
-    if GATE == "constant":
-        g += head // gate_group
-    elif GATE != "none":
-        g += b.to(tl.int64) * g_b + token * g_t + (head // gate_group) * g_h
-    place = (b.to(tl.int64) * tokens_all + token) * value_heads + head
+    k += b * k_b + token * k_t + (head // group) * k_h
+    v += b * v_b + token * v_t + head * v_h
+    g = to_gate(g, b, token, head // gate_group, g_b, g_t, g_h, GATE)
+    place = (b * tokens_all + token) * value_heads + head
     state = (chunk.to(tl.int64) * batch + b) * value_heads + head
     piece = (tl.load(chunk_piece + chunk).to(tl.int64) * batch + b) * value_heads + head
     if GATE == "constant" or GATE == "scalar":

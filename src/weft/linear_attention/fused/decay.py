@@ -53,6 +53,16 @@ def load_state(local, entering, log, state, piece, key, value, K: tl.constexpr, 
 
 
 @triton.jit
+def to_gate(g, b, token, head, g_b, g_t, g_h, GATE: tl.constexpr):
+    """The pointer to the gate of a token and head."""
+    if GATE == "constant":
+        g += head
+    elif GATE != "none":
+        g += b * g_b + token * g_t + head * g_h
+    return g
+
+
+@triton.jit
 def cumulate_logs(g, row, length, stride_t, GATE: tl.constexpr):
     """Sum of the logs of a chunk up to and with each token [BC], and of all of it, in fp64: one decay per head."""
     if GATE == "constant":
@@ -68,7 +78,7 @@ def cumulate_logs(g, row, length, stride_t, GATE: tl.constexpr):
 
 
 @triton.jit
-def decay_between(cumulated, row, BC: tl.constexpr):
+def decay_between(cumulated, row):
     """Decay from token j to token i with zeros above the diagonal, [BC, BC].
 
     After a strong gate the cumulated logs are large and their differences small: the difference of the fp32 heads is
@@ -137,3 +147,28 @@ def score_block(q, k, logs, row, LEVELS: tl.constexpr, DOT: tl.constexpr, LOGS: 
         product = tl.dot(q * decay, tl.trans(k * decay), input_precision=DOT)
         scores += tl.where(over_middle(row, level), product, 0.0)
     return scores
+
+
+@triton.jit
+def chunk_scores(
+    q, k, g, row, q_t, k_t, g_t, tokens, K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
+    GATE: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr,
+):  # fmt: skip
+    """q_i k_j^T decayed from j to i, lower triangle, and the decays where they are one number, both [BC, BC]."""
+    scores = tl.zeros([BC, BC], dtype=tl.float32)
+    for block in range((K + BK - 1) // BK):
+        key = block * BK + tl.arange(0, BK)
+        qs = load_tile(q, row, key, q_t, tokens, K)
+        ks = load_tile(k, row, key, k_t, tokens, K)
+        if GATE == "vector":
+            scores += score_block(qs, ks, load_logs(g, row, key, g_t, tokens, K), row, LEVELS, DOT, LOGS)
+        else:
+            scores = tl.dot(qs, tl.trans(ks), scores, input_precision=DOT)
+    decay = scores
+    if GATE == "none":
+        scores = tl.where(row[:, None] >= row[None, :], scores, 0.0)
+    elif GATE != "vector":
+        cumulated, _ = cumulate_logs(g, row, tokens, g_t, GATE)
+        decay = decay_between(cumulated, row)
+        scores = scores * decay
+    return scores, decay

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from weft.linear_attention.fused.tiling import gate_kind
+
 _SCHEMAS = {
     "chunk_states": "(Tensor x, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!) states, Tensor(b!)? since, "
     "Tensor(c!) sums, Tensor(d!)? sum_logs, float scale, int chunk, bool reverse) -> ()",
@@ -65,7 +67,7 @@ def _formula(kernel: str) -> Any:
         g = {"chunk_states": args[2], "output_inter": args[1], "inter_backward": args[2]}.get(kernel, args[3])
         chunk = args[-2] if kernel == "chunk_states" else args[-1]
         batch, tokens, heads, values = like_v.shape
-        gate = "none" if g is None else {1: "constant", 3: "scalar", 4: "vector"}[g.dim()]
+        gate = gate_kind(g)
         logs = 3 if g is not None and g.dtype == torch.float32 else 1
         return batch * tokens * heads * products(kernel, gate, chunk, keys, values, logs)
 
@@ -74,7 +76,7 @@ def _formula(kernel: str) -> Any:
 
 def _launch(kernel: str) -> Any:
     def launch(*args: Any) -> None:
-        getattr(importlib.import_module("weft.linear_attention.fused.launch"), kernel)(*args)
+        getattr(importlib.import_module("weft.linear_attention.fused.launch"), kernel)(*args).run()
 
     return launch
 

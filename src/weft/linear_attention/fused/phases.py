@@ -23,6 +23,7 @@ from torch import Tensor
 
 from weft.linear_attention.fused.operators import operators
 from weft.linear_attention.fused.pieces import Pieces, cut
+from weft.linear_attention.fused.tiling import gate_kind
 from weft.linear_attention.gate import FLOOR
 from weft.linear_attention.grid import Grid
 
@@ -91,8 +92,7 @@ class _Tokens:
         self.q, self.k, self.v, self.scale = _readable(q), _readable(k), _readable(v), scale
         self.g = None if g is None else g.detach().contiguous() if g.dim() == 3 else _readable(g)
         self.grid = Grid(q, v, lengths, chunk_size)
-        gate = "none" if g is None else {1: "constant", 3: "scalar", 4: "vector"}[g.dim()]
-        self.pieces = cut(self.grid, gate)
+        self.pieces = cut(self.grid, gate_kind(g))
         self.tables = [self.pieces.start, self.pieces.length, self.pieces.piece]
 
     def empty(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,7 +115,7 @@ class FusedForward:
         x = self._in
         self._partial = x.empty(x.grid.value_dim)
         if x.pieces.chunks:
-            operators().output_intra(x.q, x.k, x.v, x.g, x.tables, self._partial, x.scale, x.grid.chunk)
+            operators().output_intra(x.q, x.k, x.v, x.g, x.tables[:2], self._partial, x.scale, x.grid.chunk)
 
     def finish(self, entering: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add what the entering states and earlier chunks give: o [B, T, HV, V] and leaving states [B*N, HV, K, V]."""

@@ -12,6 +12,7 @@ from weft.linear_attention.fused.decay import (
     load_logs,
     load_tile,
     state_offsets,
+    to_gate,
     up_to,
 )
 
@@ -29,21 +30,18 @@ def chunk_states(
     them, last chunk first. Writes ``states`` [M, B, HV, K, V], ``since`` [M, B, HV, K or 1], the log decay between the
     piece's border and the chunk's, and the same two for the whole piece: ``sums`` and ``sum_logs``.
     """
-    piece, cell = tl.program_id(1), tl.program_id(2)
-    b, head = cell // value_heads, cell % value_heads
+    piece, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
     blocks: tl.constexpr = (V + BV - 1) // BV
-    key = (tl.program_id(0) // blocks) * BK + tl.arange(0, BK)
-    value = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    key = (part // blocks) * BK + tl.arange(0, BK)
+    value = (part % blocks) * BV + tl.arange(0, BV)
     row = tl.arange(0, BC)
-    x += b.to(tl.int64) * x_b + (head // group) * x_h
-    y += b.to(tl.int64) * y_b + head * y_h
-    if GATE == "constant":
-        g += head // gate_group
-    elif GATE != "none":
-        g += b.to(tl.int64) * g_b + (head // gate_group) * g_h
+    x += b * x_b + (head // group) * x_h
+    y += b * y_b + head * y_h
+    g = to_gate(g, b, 0, head // gate_group, g_b, g_t, g_h, GATE)
     inside = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
-    writes_logs = tl.program_id(0) % blocks == 0
+    writes_logs = part % blocks == 0
     state = tl.zeros([BK, BV], dtype=tl.float32)
     if GATE == "vector":
         log = tl.zeros([BK], dtype=tl.float64)
@@ -79,9 +77,8 @@ def chunk_states(
     if GATE == "vector":
         if writes_logs:
             tl.store(sum_logs + index * K + key, log.to(tl.float32), mask=key < K)
-    elif GATE != "none":
-        if writes_logs:
-            tl.store(sum_logs + index + tl.arange(0, 1), log.to(tl.float32))
+    elif GATE != "none" and writes_logs:
+        tl.store(sum_logs + index + tl.arange(0, 1), log.to(tl.float32))
 
 
 @triton.jit
@@ -96,14 +93,14 @@ def scan_pieces(
     [B*N, HV, K, V] (zero without). Writes what arrives at each piece, ``arriving`` [P, B, HV, K, V], and what comes out
     at the other border: ``final`` [B*N, HV, K, V] and ``final_log`` [B*N, HV, K or 1], the log decay of the segment.
     """
-    segment, cell = tl.program_id(1), tl.program_id(2)
-    b, head = cell // value_heads, cell % value_heads
+    segment, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
     blocks: tl.constexpr = (V + BV - 1) // BV
-    key = (tl.program_id(0) // blocks) * BK + tl.arange(0, BK)
-    value = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    key = (part // blocks) * BK + tl.arange(0, BK)
+    value = (part % blocks) * BV + tl.arange(0, BV)
     inside = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
-    outer = (b.to(tl.int64) * segments + segment) * value_heads + head
+    outer = (b * segments + segment) * value_heads + head
     state = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_BOUNDARY:
         state = tl.load(boundary + outer * (K * V) + offsets, mask=inside, other=0.0)
@@ -127,10 +124,9 @@ def scan_pieces(
             log += through.to(tl.float64)
         state += total
     tl.store(final + outer * (K * V) + offsets, state, mask=inside)
-    writes_logs = tl.program_id(0) % blocks == 0
+    writes_logs = part % blocks == 0
     if GATE == "vector":
         if writes_logs:
             tl.store(final_log + outer * K + key, log.to(tl.float32), mask=key < K)
-    elif GATE != "none":
-        if writes_logs:
-            tl.store(final_log + outer + tl.arange(0, 1), log.to(tl.float32))
+    elif GATE != "none" and writes_logs:
+        tl.store(final_log + outer + tl.arange(0, 1), log.to(tl.float32))

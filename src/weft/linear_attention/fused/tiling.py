@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 MAX_DIM = 256  # K and V
 MAX_CHUNK = 128
@@ -32,6 +33,11 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str) -> Tiling:
     rows = max(16, chunk)
     widest = 64
     return Tiling(rows, min(widest, _power(keys)), min(widest, _power(values)), 4 if rows <= 64 else 8)
+
+
+def gate_kind(g: Tensor | None) -> str:
+    """The class of a decay by its shape."""
+    return "none" if g is None else {1: "constant", 3: "scalar", 4: "vector"}[g.dim()]
 
 
 def _power(dim: int) -> int:
