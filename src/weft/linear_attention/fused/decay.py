@@ -2,8 +2,7 @@
 
 Every log that is exponentiated is a sum of logs between two tokens or a difference bounded by zero: no exp of a
 positive number. One decay per head: the cumulated logs of a chunk are fp64, and a difference is taken of their fp32
-head and remainder. One decay per key dimension: sums of logs are products with matrices of zeros and ones, so that
-only numbers of one sign are added up and nothing cancels.
+head and remainder. One decay per key dimension: only logs between the two tokens are ever summed, so nothing cancels.
 """
 
 from __future__ import annotations
@@ -63,58 +62,76 @@ def to_gate(g, b, token, head, g_b, g_t, g_h, GATE: tl.constexpr):
 
 
 @triton.jit
-def cumulate_logs(g, row, length, stride_t, GATE: tl.constexpr):
-    """Sum of the logs of a chunk up to and with each token [BC], and of all of it, in fp64: one decay per head."""
-    if GATE == "constant":
-        step = tl.maximum(tl.load(g).to(tl.float32), FLOOR).to(tl.float64)
-        cumulated = tl.minimum(row + 1, length).to(tl.float64) * step
-        total = length.to(tl.float64) * step
-    else:
-        step = tl.load(g + row * stride_t, mask=row < length, other=0.0).to(tl.float32)
-        steps = tl.maximum(step, FLOOR).to(tl.float64)
-        cumulated = tl.cumsum(steps, 0)
-        total = tl.sum(steps, 0)
-    return cumulated, total
+def cumulate_logs(g, first, length, stride_t, GATE: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
+    """Sum of the logs from the start of a chunk up to and with each of the BR tokens from ``first`` on, in fp64."""
+    before = total_log(g, 0, tl.minimum(first, length), stride_t, GATE, BC)
+    return before + block_logs(g, first, length, stride_t, GATE, BR)
 
 
 @triton.jit
-def decay_between(cumulated, row):
-    """Decay from token j to token i with zeros above the diagonal, [BC, BC].
+def total_log(g, first, length, stride_t, GATE: tl.constexpr, BC: tl.constexpr):
+    """Sum of the logs of the tokens from ``first`` up to ``length`` in fp64, BC of them at most: one decay per head."""
+    if GATE == "constant":
+        step = tl.maximum(tl.load(g).to(tl.float32), FLOOR).to(tl.float64)
+        return tl.minimum(tl.maximum(length - first, 0), BC).to(tl.float64) * step
+    return tl.sum(load_steps(g, first + tl.arange(0, BC), length, stride_t), 0)
+
+
+@triton.jit
+def block_logs(g, first, length, stride_t, GATE: tl.constexpr, BR: tl.constexpr):
+    """Sum of the logs from ``first`` up to and with each of BR tokens in fp64: one decay per head."""
+    if GATE == "constant":
+        step = tl.maximum(tl.load(g).to(tl.float32), FLOOR).to(tl.float64)
+        return tl.minimum(tl.arange(0, BR) + 1, tl.maximum(length - first, 0)).to(tl.float64) * step
+    return tl.cumsum(load_steps(g, first + tl.arange(0, BR), length, stride_t), 0)
+
+
+@triton.jit
+def load_steps(g, row, length, stride_t):
+    """Logs of tokens, bounded below, in fp64: one decay per head."""
+    step = tl.load(g + row * stride_t, mask=row < length, other=0.0).to(tl.float32)
+    return tl.maximum(step, FLOOR).to(tl.float64)
+
+
+@triton.jit
+def decay_between(cumulated_i, cumulated_j):
+    """Decay from token j to token i >= j, [I, J]; where i < j it is one.
 
     After a strong gate the cumulated logs are large and their differences small: the difference of the fp32 heads is
     exact there, and that of the remainders brings back what the heads have lost.
     """
-    head = cumulated.to(tl.float32)
-    rest = (cumulated - head.to(tl.float64)).to(tl.float32)
-    log = (head[:, None] - head[None, :]) + (rest[:, None] - rest[None, :])
-    return tl.where(row[:, None] >= row[None, :], tl.exp(tl.minimum(log, 0.0)), 0.0)
+    head_i, head_j = cumulated_i.to(tl.float32), cumulated_j.to(tl.float32)
+    rest_i = (cumulated_i - head_i.to(tl.float64)).to(tl.float32)
+    rest_j = (cumulated_j - head_j.to(tl.float64)).to(tl.float32)
+    log = (head_i[:, None] - head_j[None, :]) + (rest_i[:, None] - rest_j[None, :])
+    return tl.exp(tl.minimum(log, 0.0))
 
 
 @triton.jit
 def load_logs(g, row, col, stride_t, length, K: tl.constexpr):
-    """Logs of a chunk, bounded below, [BC, BK]: one decay per key dimension."""
+    """Logs of tokens, bounded below, [BR, BK]: one decay per key dimension."""
     return tl.maximum(load_tile(g, row, col, stride_t, length, K), FLOOR)
 
 
 @triton.jit
-def decay_over(pairs, logs, LOGS: tl.constexpr):
-    """exp of the sum of the logs [BC, BK] of the tokens that ``pairs`` [BC, BC] selects for each token.
-
-    A zero or one is exact in tf32, and so is a log of half precision; logs in fp32 take three products.
-    """
-    return tl.exp(tl.minimum(tl.dot(pairs.to(tl.float32), logs, input_precision=LOGS), 0.0))
-
-
-@triton.jit
-def up_to(row):
-    """Pairs (i, t) with t up to and with i: from the start of the chunk to i."""
-    return row[None, :] <= row[:, None]
+def sum_blocks(g, first, last, key, stride_t, length, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """Sum of the logs of the blocks of BR tokens from ``first`` up to ``last``, [BK]: one decay per key dimension."""
+    total = tl.zeros([BK], dtype=tl.float32)
+    for block in range(first, last):
+        total += tl.sum(load_logs(g, block * BR + tl.arange(0, BR), key, stride_t, length, K), 0)
+    return total
 
 
 @triton.jit
-def after(row):
-    """Pairs (i, t) with t after i: from i to the end of the chunk."""
-    return row[None, :] > row[:, None]
+def since_block(g, row, key, stride_t, length, K: tl.constexpr):
+    """Log decay from the start of a block of tokens up to and with each of them, [BR, BK]."""
+    return tl.cumsum(load_logs(g, row, key, stride_t, length, K), 0)
+
+
+@triton.jit
+def until_block(g, row, end, key, stride_t, length, K: tl.constexpr):
+    """Log decay after each token of a block to the block's ``end``, [BR, BK]."""
+    return tl.cumsum(load_logs(g, row + 1, key, stride_t, tl.minimum(end, length), K), 0, reverse=True)
 
 
 @triton.jit
@@ -136,39 +153,17 @@ def over_middle(row, level):
 
 
 @triton.jit
-def score_block(q, k, logs, row, LEVELS: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr):
-    """q_i k_j^T decayed from j to i over some key dimensions, lower triangle, [BC, BC]: one decay per key dimension.
+def decay_to_middle(logs, row, level, LOGS: tl.constexpr):
+    """Decay between each token and the middle of its block of 2 * 2**level tokens, [BR, BK].
 
-    Each pair is over the middle of one block: there its decay is a factor on q_i times one on k_j, neither above one.
+    The sums are a product with zeros and ones, exact in tf32; so are logs of half precision. LOGS = "fp32" are taken
+    as two numbers that tf32 holds.
     """
-    scores = tl.where(row[:, None] == row[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    for level in range(LEVELS):
-        decay = decay_over(within_half(row, level), logs, LOGS)
-        product = tl.dot(q * decay, tl.trans(k * decay), input_precision=DOT)
-        scores += tl.where(over_middle(row, level), product, 0.0)
-    return scores
-
-
-@triton.jit
-def chunk_scores(
-    q, k, g, row, q_t, k_t, g_t, tokens, K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
-    GATE: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr,
-):  # fmt: skip
-    """q_i k_j^T decayed from j to i, lower triangle, and the decays where they are one number, both [BC, BC]."""
-    scores = tl.zeros([BC, BC], dtype=tl.float32)
-    for block in range((K + BK - 1) // BK):
-        key = block * BK + tl.arange(0, BK)
-        qs = load_tile(q, row, key, q_t, tokens, K)
-        ks = load_tile(k, row, key, k_t, tokens, K)
-        if GATE == "vector":
-            scores += score_block(qs, ks, load_logs(g, row, key, g_t, tokens, K), row, LEVELS, DOT, LOGS)
-        else:
-            scores = tl.dot(qs, tl.trans(ks), scores, input_precision=DOT)
-    decay = scores
-    if GATE == "none":
-        scores = tl.where(row[:, None] >= row[None, :], scores, 0.0)
-    elif GATE != "vector":
-        cumulated, _ = cumulate_logs(g, row, tokens, g_t, GATE)
-        decay = decay_between(cumulated, row)
-        scores = scores * decay
-    return scores, decay
+    pairs = within_half(row, level).to(tl.float32)
+    if LOGS == "fp32":
+        head = (logs.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        total = tl.dot(pairs, logs - head, input_precision="tf32")
+        total = tl.dot(pairs, head, total, input_precision="tf32")
+    else:
+        total = tl.dot(pairs, logs, input_precision="tf32")
+    return tl.exp(tl.minimum(total, 0.0))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.linear_attention.fused import backward, outputs, states
+from weft.linear_attention.fused import backward, backward_inter, outputs, states
 from weft.linear_attention.fused.tiling import Tiling, gate_kind, precision, tile
 
 
@@ -52,15 +52,22 @@ def _blocks(dim: int, block: int) -> int:
 def _common(kernel: str, chunk: int, x: Tensor, y: Tensor, g: Tensor | None) -> tuple[Tiling, dict[str, Any]]:
     """The blocks, and the constants all kernels on tokens share."""
     gate = gate_kind(g)
-    tiling = tile(kernel, chunk, x.shape[-1], y.shape[-1], gate)
+    tiling = tile(kernel, chunk, x.shape[-1], y.shape[-1], gate, x.dtype)
     return tiling, {
-        "K": x.shape[-1], "V": y.shape[-1], "BC": tiling.rows, "BK": tiling.keys, "BV": tiling.values, "GATE": gate,
-        "DOT": precision(x.dtype), "LOGS": precision(torch.float16 if g is None else g.dtype),
+        "K": x.shape[-1], "V": y.shape[-1], "BC": tiling.chunk, "BK": tiling.keys, "BV": tiling.values, "GATE": gate,
+        "DOT": precision(x.dtype),
     }  # fmt: skip
 
 
-def _levels(chunk: int) -> int:
-    return chunk.bit_length() - 1
+def _pairs(tiling: Tiling, chunk: int, g: Tensor | None) -> dict[str, Any]:
+    """The constants of kernels on pairs of token blocks: halvings of a block, and how logs are summed for them."""
+    logs = "fp32" if g is not None and g.dtype == torch.float32 else "half"
+    return {"BR": tiling.rows, "LEVELS": min(chunk, tiling.rows).bit_length() - 1, "LOGS": logs}
+
+
+def _rows(tables: Sequence[Tensor], tiling: Tiling) -> int:
+    """Token blocks of all chunks."""
+    return tables[0].shape[0] * (tiling.chunk // tiling.rows)
 
 
 def chunk_states(
@@ -78,7 +85,7 @@ def chunk_states(
         *_groups(value_heads, x, g),
     )  # fmt: skip
     grid = tables[2].shape[0], parts, batch * value_heads
-    return Launch(states.chunk_states, grid, arguments, common | {"REVERSE": reverse}, tiling.warps)
+    return Launch(states.chunk_states, grid, arguments, common | {"BR": tiling.rows, "REVERSE": reverse}, tiling.warps)
 
 
 def scan_pieces(
@@ -88,7 +95,7 @@ def scan_pieces(
     """See `states.scan_pieces`; ``tables`` are segment_first and segment_last."""
     _, batch, value_heads, keys, values = sums.shape
     gate = "none" if sum_logs is None else "vector" if sum_logs.dim() == 4 else "scalar"
-    tiling = tile("scan_pieces", 1, keys, values, gate)
+    tiling = tile("scan_pieces", 1, keys, values, gate, sums.dtype)
     segments = tables[0].shape[0]
     logs = (sums, sums) if sum_logs is None or final_log is None else (sum_logs, final_log)
     arguments = (
@@ -115,8 +122,8 @@ def output_intra(
         q, k, v, gates, *tables, partial, scale, *_strides(q, k, v, gates), tokens, value_heads,
         *_groups(value_heads, q, g),
     )  # fmt: skip
-    grid = tables[0].shape[0], batch * value_heads
-    return Launch(outputs.output_intra, grid, arguments, common | {"LEVELS": _levels(chunk)}, tiling.warps)
+    grid = _rows(tables, tiling), _blocks(v.shape[-1], tiling.values), batch * value_heads
+    return Launch(outputs.output_intra, grid, arguments, common | _pairs(tiling, chunk, g), tiling.warps)
 
 
 def output_inter(
@@ -131,39 +138,76 @@ def output_inter(
         q, gates, *tables, chunk_states, partial if since is None else since, arriving, partial, o, scale,
         *_strides(q, gates), tokens, batch, value_heads, *_groups(value_heads, q, g),
     )  # fmt: skip
-    return Launch(outputs.output_inter, (tables[0].shape[0], batch * value_heads), arguments, common, tiling.warps)
+    grid = tables[0].shape[0], _blocks(o.shape[-1], tiling.values), batch * value_heads
+    return Launch(outputs.output_inter, grid, arguments, common, tiling.warps)
 
 
-def intra_backward(
+def query_grads(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, tables: Sequence[Tensor], chunk_states: Tensor,
-    since: Tensor | None, arriving: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor | None, scale: float,
-    chunk: int,
+    since: Tensor | None, arriving: Tensor, dq: Tensor, row_gate: Tensor | None, scale: float, chunk: int,
 ) -> Launch:  # fmt: skip
-    """See `backward.intra_backward`; ``tables`` are start, length and piece."""
-    tiling, common = _common("intra_backward", chunk, q, v, g)
+    """See `backward.query_grads`; ``tables`` are start, length and piece."""
+    tiling, common = _common("query_grads", chunk, q, v, g)
     batch, tokens, value_heads, _ = v.shape
     gates = q if g is None else g
     arguments = (
-        q, k, v, gates, do, *tables, chunk_states, dk if since is None else since, arriving, dq, dk, dv,
-        dk if dg is None else dg, scale, *_strides(q, k, v, gates, do), tokens, batch, value_heads,
+        q, k, v, gates, do, *tables, chunk_states, dq if since is None else since, arriving, dq,
+        dq if row_gate is None else row_gate, scale, *_strides(q, k, v, gates, do), tokens, batch, value_heads,
         *_groups(value_heads, q, g),
     )  # fmt: skip
-    grid = tables[0].shape[0], batch * value_heads
-    return Launch(backward.intra_backward, grid, arguments, common | {"LEVELS": _levels(chunk)}, tiling.warps)
+    grid = _rows(tables, tiling), _blocks(q.shape[-1], tiling.keys), batch * value_heads
+    return Launch(backward.query_grads, grid, arguments, common | _pairs(tiling, chunk, g), tiling.warps)
+
+
+def key_grads(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, tables: Sequence[Tensor], dk: Tensor,
+    col_gate: Tensor | None, scale: float, chunk: int,
+) -> Launch:  # fmt: skip
+    """See `backward.key_grads`; ``tables`` are start and length."""
+    tiling, common = _common("key_grads", chunk, q, v, g)
+    batch, tokens, value_heads, _ = v.shape
+    gates = q if g is None else g
+    arguments = (
+        q, k, v, gates, do, *tables, dk, dk if col_gate is None else col_gate, scale, *_strides(q, k, v, gates, do),
+        tokens, batch, value_heads, *_groups(value_heads, q, g),
+    )  # fmt: skip
+    grid = _rows(tables, tiling), _blocks(q.shape[-1], tiling.keys), batch * value_heads
+    return Launch(backward.key_grads, grid, arguments, common | _pairs(tiling, chunk, g), tiling.warps)
+
+
+def value_grads(
+    q: Tensor, k: Tensor, g: Tensor | None, do: Tensor, tables: Sequence[Tensor], dv: Tensor, scale: float, chunk: int
+) -> Launch:
+    """See `backward.value_grads`; ``tables`` are start and length."""
+    tiling, common = _common("value_grads", chunk, q, do, g)
+    batch, tokens, value_heads, _ = do.shape
+    gates = q if g is None else g
+    arguments = (
+        q, k, gates, do, *tables, dv, scale, *_strides(q, k, gates, do), tokens, value_heads,
+        *_groups(value_heads, q, g),
+    )  # fmt: skip
+    grid = _rows(tables, tiling), _blocks(do.shape[-1], tiling.values), batch * value_heads
+    return Launch(backward.value_grads, grid, arguments, common | _pairs(tiling, chunk, g), tiling.warps)
 
 
 def inter_backward(
     k: Tensor, v: Tensor, g: Tensor | None, tables: Sequence[Tensor], chunk_states: Tensor | None, since: Tensor | None,
     arriving: Tensor | None, grad_states: Tensor, until: Tensor | None, grad_arriving: Tensor, dk_inner: Tensor,
-    dv_inner: Tensor, dg_inner: Tensor | None, dk: Tensor, dv: Tensor, dg: Tensor | None, chunk: int,
+    dv_inner: Tensor, row_gate: Tensor | None, col_gate: Tensor | None, dk: Tensor, dv: Tensor, dg: Tensor | None,
+    chunk: int,
 ) -> Launch:  # fmt: skip
-    """See `backward.inter_backward`; ``tables`` are start, length and piece."""
+    """See `backward_inter.inter_backward`; ``tables`` are start, length and piece."""
     tiling, common = _common("inter_backward", chunk, k, v, g)
     batch, tokens, value_heads, _ = v.shape
     gates = k if g is None else g
-    given = (chunk_states, since, arriving, grad_states, until, grad_arriving, dk_inner, dv_inner, dg_inner, dk, dv, dg)
+    given = (
+        chunk_states, since, arriving, grad_states, until, grad_arriving, dk_inner, dv_inner, row_gate, col_gate, dk, dv,
+        dg,
+    )  # fmt: skip
     arguments = (
         k, v, gates, *tables, *(grad_states if x is None else x for x in given), *_strides(k, v, gates), tokens, batch,
         value_heads, *_groups(value_heads, k, g),
     )  # fmt: skip
-    return Launch(backward.inter_backward, (tables[0].shape[0], batch * value_heads), arguments, common, tiling.warps)
+    common["PARTS"] = 1 if row_gate is None or row_gate.dim() < 4 or g is None or g.dim() == 4 else row_gate.shape[0]
+    grid = tables[0].shape[0], batch * value_heads
+    return Launch(backward_inter.inter_backward, grid, arguments, common, tiling.warps)

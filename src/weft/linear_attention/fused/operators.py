@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from weft.linear_attention.fused.tiling import gate_kind
+from weft.linear_attention.fused.tiling import Tiling, gate_kind, tile
 
 _SCHEMAS = {
     "chunk_states": "(Tensor x, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!) states, Tensor(b!)? since, "
@@ -24,52 +25,62 @@ _SCHEMAS = {
     "int chunk) -> ()",
     "output_inter": "(Tensor q, Tensor? g, Tensor[] tables, Tensor states, Tensor? since, Tensor arriving, "
     "Tensor partial, Tensor(a!) o, float scale, int chunk) -> ()",
-    "intra_backward": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor states, "
-    "Tensor? since, Tensor arriving, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dg, float scale, "
+    "query_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor states, "
+    "Tensor? since, Tensor arriving, Tensor(a!) dq, Tensor(b!)? row_gate, float scale, int chunk) -> ()",
+    "key_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dk, "
+    "Tensor(b!)? col_gate, float scale, int chunk) -> ()",
+    "value_grads": "(Tensor q, Tensor k, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dv, float scale, "
     "int chunk) -> ()",
     "inter_backward": "(Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor? states, Tensor? since, "
     "Tensor? arriving, Tensor grad_states, Tensor? until, Tensor grad_arriving, Tensor dk_inner, Tensor dv_inner, "
-    "Tensor? dg_inner, Tensor(a!) dk, Tensor(b!) dv, Tensor(c!)? dg, int chunk) -> ()",
+    "Tensor? row_gate, Tensor? col_gate, Tensor(a!) dk, Tensor(b!) dv, Tensor(c!)? dg, int chunk) -> ()",
 }
 
 
-def products(kernel: str, gate: str, chunk: int, keys: int, values: int, log_products: int = 1) -> int:
+def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log_products: int) -> float:
     """FLOPs of the matrix products of a kernel for one token and value head.
 
-    ``log_products`` is what a sum of logs takes: one product, or three where g is fp32.
+    ``log_products`` is what a sum of logs takes: one product, or two where g is fp32. A kernel on blocks of tokens
+    works on the pairs (i, j <= i) of the blocks of a chunk; what its grid repeats for blocks of K or V is counted.
     """
-    rows, levels = max(16, chunk), chunk.bit_length() - 1
     state = 2 * keys * values
-    square_k, square_v = 2 * rows * keys, 2 * rows * values
-    vector = gate == "vector"
-    logs = log_products * square_k if vector else 0
-    scores = levels * (logs + square_k) if vector else square_k
-    gated = gate in ("constant", "scalar")
+    blocks, levels = tiling.chunk // tiling.rows, tiling.rows.bit_length() - 1
+    parts_k, parts_v = -(-keys // tiling.keys), -(-values // tiling.values)
+    pairs = (blocks + 1) / 2  # for each block of tokens
+    row_k, row_v = 2 * tiling.rows * keys, 2 * tiling.rows * values  # one token, a block of tokens, all of K or V
+    if gate == "vector":
+        inner = levels * (1 + log_products) * row_k  # on the diagonal: a product, and the sums of logs for it
+        scores = inner + (pairs - 1) * row_k
+    else:
+        inner = row_k
+        scores = pairs * row_k
+    with_keys = inner + (pairs - 1) * row_k
     return {
-        "chunk_states": state + logs,
+        "chunk_states": state,
         "scan_pieces": 0,
-        "output_intra": scores + square_v,
-        "output_inter": state + logs,
-        "intra_backward": scores + 2 * square_v + state
-        + (levels * (logs + 3 * square_k) + logs + square_k if vector else 2 * square_k)
-        + (2 * rows * rows if gated else 0),
-        "inter_backward": 2 * state + (2 * logs + square_k if vector else 0),
-    }[kernel]  # fmt: skip
+        "output_intra": parts_v * scores + pairs * row_v,
+        "output_inter": state,
+        "query_grads": parts_k * pairs * row_v + with_keys + state,
+        "key_grads": parts_k * pairs * row_v + with_keys,
+        "value_grads": parts_v * scores + pairs * row_v,
+        "inter_backward": 2 * state + (2 * tiling.chunk * keys if gate == "vector" else 0),
+    }[kernel]
 
 
 def _formula(kernel: str) -> Any:
+    names = re.findall(r"(\w+)(?:,|\) ->)", _SCHEMAS[kernel])
+
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = dict(zip(names, args, strict=False)) | kwargs
         if kernel == "scan_pieces":
             return 0
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        keys = tensors[0].shape[-1]
-        like_v = {"chunk_states": args[1], "output_inter": args[7], "inter_backward": args[1]}.get(kernel, args[2])
-        g = {"chunk_states": args[2], "output_inter": args[1], "inter_backward": args[2]}.get(kernel, args[3])
-        chunk = args[-2] if kernel == "chunk_states" else args[-1]
-        batch, tokens, heads, values = like_v.shape
-        gate = gate_kind(g)
-        logs = 3 if g is not None and g.dtype == torch.float32 else 1
-        return batch * tokens * heads * products(kernel, gate, chunk, keys, values, logs)
+        x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
+        y = next(given[name] for name in ("y", "v", "o", "do") if name in given)
+        g = given["g"]
+        batch, tokens, heads, values = y.shape
+        tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype)
+        logs = 2 if g is not None and g.dtype == torch.float32 else 1
+        return round(batch * tokens * heads * products(kernel, gate_kind(g), tiling, x.shape[-1], values, logs))
 
     return count
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weft.linear_attention.fused.operators import operators
 from weft.linear_attention.fused.pieces import Pieces, cut
-from weft.linear_attention.fused.tiling import gate_kind
+from weft.linear_attention.fused.tiling import gate_kind, tile
 from weft.linear_attention.gate import FLOOR
 from weft.linear_attention.grid import Grid
 
@@ -92,7 +92,7 @@ class _Tokens:
         self.q, self.k, self.v, self.scale = _readable(q), _readable(k), _readable(v), scale
         self.g = None if g is None else g.detach().contiguous() if g.dim() == 3 else _readable(g)
         self.grid = Grid(q, v, lengths, chunk_size)
-        self.pieces = cut(self.grid, gate_kind(g))
+        self.pieces = cut(self.grid, gate_kind(g), q.dtype)
         self.tables = [self.pieces.start, self.pieces.length, self.pieces.piece]
 
     def empty(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -159,12 +159,25 @@ class FusedBackward:
         self._states = s = _States.of(x.grid, x.pieces, x.k, x.v, x.g, 1.0, False)
         s.scan(self._entering)
         self._dq = x.empty(x.grid.key_dim, x.q.dtype if x.grid.group == 1 else torch.float32)
-        self._dk, self._dv, self._dg = x.empty(x.grid.key_dim), x.empty(x.grid.value_dim), self._empty_dg()
+        self._dk, self._dv = x.empty(x.grid.key_dim), x.empty(x.grid.value_dim)
+        self._row, self._col = self._gate_parts(), self._gate_parts()
         if x.pieces.chunks:
-            operators().intra_backward(
-                x.q, x.k, x.v, x.g, self._do, x.tables, s.states, s.logs, s.arriving, self._dq, self._dk, self._dv,
-                self._dg, x.scale, x.grid.chunk,
+            run, chunk = operators(), x.grid.chunk
+            run.query_grads(
+                x.q, x.k, x.v, x.g, self._do, x.tables, s.states, s.logs, s.arriving, self._dq, self._row, x.scale,
+                chunk,
             )  # fmt: skip
+            run.key_grads(x.q, x.k, x.v, x.g, self._do, x.tables[:2], self._dk, self._col, x.scale, chunk)
+            run.value_grads(x.q, x.k, x.g, self._do, x.tables[:2], self._dv, x.scale, chunk)
+
+    def _gate_parts(self) -> Tensor | None:
+        """Room for what tokens give to the gates: [B, T, HV, K], or [parts, B, T, HV] (see `backward`)."""
+        x = self._in
+        if x.g is None or x.g.dim() == 4:
+            return self._empty_dg()
+        block = tile("query_grads", x.grid.chunk, x.grid.key_dim, x.grid.value_dim, gate_kind(x.g), x.q.dtype).keys
+        parts = -(-x.grid.key_dim // block)
+        return x.q.new_empty(parts, x.grid.batch, x.grid.tokens, x.grid.value_heads, dtype=torch.float32)
 
     def _empty_dg(self) -> Tensor | None:
         x = self._in
@@ -181,8 +194,8 @@ class FusedBackward:
         if x.pieces.chunks:
             kept = (None, None, None) if x.g is None else (s.states, s.logs, s.arriving)
             operators().inter_backward(
-                x.k, x.v, x.g, x.tables, *kept, grads.states, grads.logs, grads.arriving, self._dk, self._dv, self._dg,
-                dk, dv, dg, x.grid.chunk,
+                x.k, x.v, x.g, x.tables, *kept, grads.states, grads.logs, grads.arriving, self._dk, self._dv,
+                self._row, self._col, dk, dv, dg, x.grid.chunk,
             )  # fmt: skip
         dq, dk = (_sum_group(d, x.grid.heads).to(like.dtype) for d, like in ((self._dq, x.q), (dk, x.k)))
         return dq, dk, dv, None if dg is None else _gate_grad(dg, x.g), entering
@@ -197,8 +210,9 @@ def _gate_grad(dg: Tensor, g: Tensor | None) -> Tensor:
     """The gradient of g from that of every token and value head, [B, T, HV] or [B, T, HV, K]."""
     assert g is not None
     if g.dim() == 4:
-        return _sum_group(dg, g.shape[2]).to(g.dtype)
-    dg = _sum_group(dg.unsqueeze(-1), g.shape[-1]).squeeze(-1)
-    dg = dg.sum((0, 1), dtype=torch.float64) if g.dim() == 1 else dg
+        dg = _sum_group(dg, g.shape[2])
+    else:
+        dg = _sum_group(dg.unsqueeze(-1), g.shape[-1]).squeeze(-1)
+        dg = dg.sum((0, 1), dtype=torch.float64) if g.dim() == 1 else dg
     # Below the floor the decay is zero whatever g is; this also gives -inf its exact gradient.
     return dg.masked_fill(g < FLOOR, 0.0).to(g.dtype)

@@ -41,9 +41,9 @@ class Pieces:
         return self.first.shape[0]
 
 
-def cut(grid: Grid, gate: str) -> Pieces:
+def cut(grid: Grid, gate: str, dtype: torch.dtype) -> Pieces:
     """The tables of a grid; those of the last few geometries are kept, since layers share them."""
-    blocks = tile("chunk_states", grid.chunk, grid.key_dim, grid.value_dim, gate)
+    blocks = tile("chunk_states", grid.chunk, grid.key_dim, grid.value_dim, gate, dtype)
     parts = -(-grid.key_dim // blocks.keys) * -(-grid.value_dim // blocks.values)
     per_piece = chunks_per_piece(grid.chunks, grid.batch * grid.value_heads * parts)
     return _tables(tuple(grid.lengths), grid.chunk, per_piece, grid.device)

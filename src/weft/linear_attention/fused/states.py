@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from weft.linear_attention.fused.decay import (
-    after,
-    cumulate_logs,
-    decay_over,
+    block_logs,
     load_logs,
     load_tile,
+    since_block,
     state_offsets,
     to_gate,
-    up_to,
+    total_log,
+    until_block,
 )
 
 
@@ -21,8 +21,8 @@ from weft.linear_attention.fused.decay import (
 def chunk_states(
     x, y, g, start, length, piece_first, piece_last, states, since, sums, sum_logs, scale,
     x_b, x_t, x_h, y_b, y_t, y_h, g_b, g_t, g_h, batch, value_heads, group, gate_group,
-    K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    GATE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The state at each chunk of one piece, from zero where the piece begins: a program per piece, head and block.
 
@@ -35,7 +35,6 @@ def chunk_states(
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = (part // blocks) * BK + tl.arange(0, BK)
     value = (part % blocks) * BV + tl.arange(0, BV)
-    row = tl.arange(0, BC)
     x += b * x_b + (head // group) * x_h
     y += b * y_b + head * y_h
     g = to_gate(g, b, 0, head // gate_group, g_b, g_t, g_h, GATE)
@@ -52,26 +51,36 @@ def chunk_states(
         chunk = first + last - 1 - step if REVERSE else step
         index = (chunk.to(tl.int64) * batch + b) * value_heads + head
         tl.store(states + index * (K * V) + offsets, state, mask=inside)
-        token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
-        xs = load_tile(x + token * x_t, row, key, x_t, tokens, K)
-        ys = load_tile(y + token * y_t, row, value, y_t, tokens, V)
         if GATE == "vector":
             if writes_logs:
                 tl.store(since + index * K + key, log.to(tl.float32), mask=key < K)
-            logs = load_logs(g + token * g_t, row, key, g_t, tokens, K)
-            total = tl.sum(logs, 0)
-            xs = xs * decay_over(up_to(row) if REVERSE else after(row), logs, LOGS)
-            state = state * tl.exp(total)[:, None]
-            log += total.to(tl.float64)
-        elif GATE != "none":
-            if writes_logs:
-                tl.store(since + index + tl.arange(0, 1), log.to(tl.float32))
-            cumulated, total = cumulate_logs(g + token * g_t, row, tokens, g_t, GATE)
-            inner = cumulated if REVERSE else total - cumulated
-            xs = xs * tl.exp(tl.minimum(inner.to(tl.float32), 0.0))[:, None]
-            state = state * tl.exp(total.to(tl.float32))
-            log += total
-        state += scale * tl.dot(tl.trans(xs), ys, input_precision=DOT)
+        elif GATE != "none" and writes_logs:
+            tl.store(since + index + tl.arange(0, 1), log.to(tl.float32))
+        token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
+        for turn in range(BC // BR):
+            block = BC // BR - 1 - turn if REVERSE else turn
+            row = block * BR + tl.arange(0, BR)
+            xs = load_tile(x + token * x_t, row, key, x_t, tokens, K)
+            ys = load_tile(y + token * y_t, row, value, y_t, tokens, V)
+            gates = g + token * g_t
+            if GATE == "vector":
+                if REVERSE:
+                    inner = since_block(gates, row, key, g_t, tokens, K)
+                else:
+                    inner = until_block(gates, row, (block + 1) * BR, key, g_t, tokens, K)
+                xs = xs * tl.exp(inner)
+                total = tl.sum(load_logs(gates, row, key, g_t, tokens, K), 0)
+                state = state * tl.exp(total)[:, None]
+                log += total.to(tl.float64)
+            elif GATE != "none":
+                total = total_log(gates, block * BR, tokens, g_t, GATE, BR)
+                inner = block_logs(gates, block * BR, tokens, g_t, GATE, BR)
+                if not REVERSE:
+                    inner = total - inner
+                xs = xs * tl.exp(tl.minimum(inner.to(tl.float32), 0.0))[:, None]
+                state = state * tl.exp(total.to(tl.float32))
+                log += total
+            state += scale * tl.dot(tl.trans(xs), ys, input_precision=DOT)
     index = (piece.to(tl.int64) * batch + b) * value_heads + head
     tl.store(sums + index * (K * V) + offsets, state, mask=inside)
     if GATE == "vector":

@@ -17,22 +17,26 @@ PIECE = 8
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows of a chunk, key and value dimensions in a block; warps of a program."""
+    """Tokens of a chunk, tokens, key and value dimensions of a block; warps of a program."""
 
+    chunk: int
     rows: int
     keys: int
     values: int
     warps: int
 
 
-KERNELS = ("chunk_states", "scan_pieces", "output_intra", "output_inter", "intra_backward", "inter_backward")
+KERNELS = (
+    "chunk_states", "scan_pieces", "output_intra", "output_inter", "query_grads", "key_grads", "value_grads",
+    "inter_backward",
+)  # fmt: skip
 
 
-def tile(kernel: str, chunk: int, keys: int, values: int, gate: str) -> Tiling:
-    """The blocks of ``kernel`` for chunks of ``chunk`` tokens; tensor cores want at least 16 of everything."""
-    rows = max(16, chunk)
-    widest = 64
-    return Tiling(rows, min(widest, _power(keys)), min(widest, _power(values)), 4 if rows <= 64 else 8)
+def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torch.dtype) -> Tiling:
+    """The blocks of ``kernel``; tensor cores want at least 16 of everything."""
+    chunk = max(16, chunk)
+    rows, widest_k, widest_v, warps = 32, 64, 64, 4
+    return Tiling(chunk, min(rows, chunk), min(widest_k, _power(keys)), min(widest_v, _power(values)), warps)
 
 
 def gate_kind(g: Tensor | None) -> str:
