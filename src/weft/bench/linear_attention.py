@@ -214,7 +214,7 @@ def _rank_cases(axis: Axis, tokens: int, device: str = "cpu") -> dict[str, Case]
         ("LASP-2: blocking all-gather", "lasp2"),
         ("ZeCO: chain in blocks", "zeco"),
     ):
-        cases[name] = _step(lambda *t, s=schedule: Baseline.apply(*t, axis, s, blocks), inputs)
+        cases[name] = _step(lambda *t, s=schedule: Baseline.apply(*t, axis, s, blocks, backend), inputs)
     return cases
 
 
