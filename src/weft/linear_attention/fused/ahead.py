@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from weft.linear_attention.fused import launch
 from weft.linear_attention.fused.launch import Launch
 from weft.linear_attention.fused.phases import FusedBackward, FusedForward
 
-# Shared memory a program can have, in bytes, by compute capability.
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32",
 }  # fmt: skip
@@ -123,6 +120,8 @@ def _flops(name: str, args: tuple[Any, ...]) -> int:
 
 def compile_for(made: Launch, capability: int) -> Compiled:
     """Compile a launch for a compute capability (80, 90, 100) and look at the result."""
+    if not isinstance(made.kernel, triton.JITFunction):
+        raise ValueError("kernels cannot be compiled under TRITON_INTERPRET=1; start again without it")
     signature, constants, attributes = _specialise(made)
     source = ASTSource(made.kernel, signature, constants, attributes)
     options = {"num_warps": made.warps, "num_stages": made.stages}
@@ -169,10 +168,3 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     if found is None:
         raise RuntimeError(f"cuobjdump does not say what a kernel uses: {said!r}")
     return int(found[1]), int(found[2])
-
-
-def variants(shapes: list[Shape]) -> Iterator[tuple[Shape, Counted]]:
-    """All launches of all shapes."""
-    for shape in shapes:
-        for counted in launches(shape):
-            yield shape, counted

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.linear_attention.fused import backward, backward_inter, outputs, states
+from weft.linear_attention.fused import backward, backward_finish, outputs, states
 from weft.linear_attention.fused.tiling import Tiling, gate_kind, precision, tile
 
 
@@ -190,24 +190,39 @@ def value_grads(
     return Launch(backward.value_grads, grid, arguments, common | _pairs(tiling, chunk, g), tiling.warps)
 
 
-def inter_backward(
+def key_finish(
     k: Tensor, v: Tensor, g: Tensor | None, tables: Sequence[Tensor], chunk_states: Tensor | None, since: Tensor | None,
     arriving: Tensor | None, grad_states: Tensor, until: Tensor | None, grad_arriving: Tensor, dk_inner: Tensor,
-    dv_inner: Tensor, row_gate: Tensor | None, col_gate: Tensor | None, dk: Tensor, dv: Tensor, dg: Tensor | None,
-    chunk: int,
+    row_gate: Tensor | None, col_gate: Tensor | None, dk: Tensor, dg: Tensor | None, chunk: int,
 ) -> Launch:  # fmt: skip
-    """See `backward_inter.inter_backward`; ``tables`` are start, length and piece."""
-    tiling, common = _common("inter_backward", chunk, k, v, g)
+    """See `backward_finish.key_finish`; ``tables`` are start, length and piece."""
+    tiling, common = _common("key_finish", chunk, k, v, g)
     batch, tokens, value_heads, _ = v.shape
     gates = k if g is None else g
     given = (
-        chunk_states, since, arriving, grad_states, until, grad_arriving, dk_inner, dv_inner, row_gate, col_gate, dk, dv,
-        dg,
+        chunk_states, since, arriving, grad_states, until, grad_arriving, dk_inner, row_gate, col_gate, dk, dg,
     )  # fmt: skip
     arguments = (
         k, v, gates, *tables, *(grad_states if x is None else x for x in given), *_strides(k, v, gates), tokens, batch,
         value_heads, *_groups(value_heads, k, g),
     )  # fmt: skip
-    common["PARTS"] = 1 if row_gate is None or row_gate.dim() < 4 or g is None or g.dim() == 4 else row_gate.shape[0]
-    grid = tables[0].shape[0], batch * value_heads
-    return Launch(backward_inter.inter_backward, grid, arguments, common, tiling.warps)
+    one_gate = g is not None and g.dim() < 4
+    constants = common | {"PARTS": row_gate.shape[0] if one_gate and row_gate is not None else 1}
+    grid = tables[0].shape[0], 1 if one_gate else _blocks(k.shape[-1], tiling.keys), batch * value_heads
+    return Launch(backward_finish.key_finish, grid, arguments, constants, tiling.warps)
+
+
+def value_finish(
+    k: Tensor, g: Tensor | None, tables: Sequence[Tensor], grad_states: Tensor, until: Tensor | None,
+    grad_arriving: Tensor, dv_inner: Tensor, dv: Tensor, chunk: int,
+) -> Launch:  # fmt: skip
+    """See `backward_finish.value_finish`; ``tables`` are start, length and piece."""
+    tiling, common = _common("value_finish", chunk, k, dv, g)
+    batch, tokens, value_heads, _ = dv.shape
+    gates = k if g is None else g
+    arguments = (
+        k, gates, *tables, grad_states, grad_states if until is None else until, grad_arriving, dv_inner, dv,
+        *_strides(k, gates), tokens, batch, value_heads, *_groups(value_heads, k, g),
+    )  # fmt: skip
+    grid = tables[0].shape[0], _blocks(dv.shape[-1], tiling.values), batch * value_heads
+    return Launch(backward_finish.value_finish, grid, arguments, common, tiling.warps)

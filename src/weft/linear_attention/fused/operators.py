@@ -31,9 +31,11 @@ _SCHEMAS = {
     "Tensor(b!)? col_gate, float scale, int chunk) -> ()",
     "value_grads": "(Tensor q, Tensor k, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dv, float scale, "
     "int chunk) -> ()",
-    "inter_backward": "(Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor? states, Tensor? since, "
-    "Tensor? arriving, Tensor grad_states, Tensor? until, Tensor grad_arriving, Tensor dk_inner, Tensor dv_inner, "
-    "Tensor? row_gate, Tensor? col_gate, Tensor(a!) dk, Tensor(b!) dv, Tensor(c!)? dg, int chunk) -> ()",
+    "key_finish": "(Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor? states, Tensor? since, "
+    "Tensor? arriving, Tensor grad_states, Tensor? until, Tensor grad_arriving, Tensor dk_inner, Tensor? row_gate, "
+    "Tensor? col_gate, Tensor(a!) dk, Tensor(b!)? dg, int chunk) -> ()",
+    "value_finish": "(Tensor k, Tensor? g, Tensor[] tables, Tensor grad_states, Tensor? until, "
+    "Tensor grad_arriving, Tensor dv_inner, Tensor(a!) dv, int chunk) -> ()",
 }
 
 
@@ -63,7 +65,8 @@ def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log
         "query_grads": parts_k * pairs * row_v + with_keys + state,
         "key_grads": parts_k * pairs * row_v + with_keys,
         "value_grads": parts_v * scores + pairs * row_v,
-        "inter_backward": 2 * state + (2 * tiling.chunk * keys if gate == "vector" else 0),
+        "key_finish": state + (2 * tiling.chunk * keys if gate == "vector" else 0),
+        "value_finish": state,
     }[kernel]
 
 
@@ -75,7 +78,7 @@ def _formula(kernel: str) -> Any:
         if kernel == "scan_pieces":
             return 0
         x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
-        y = next(given[name] for name in ("y", "v", "o", "do") if name in given)
+        y = next(given[name] for name in ("y", "v", "o", "do", "dv") if name in given)
         g = given["g"]
         batch, tokens, heads, values = y.shape
         tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype)

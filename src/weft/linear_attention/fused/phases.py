@@ -1,15 +1,15 @@
 """`ChunkForward` and `ChunkBackward` with Triton kernels: the same phases, arguments and results.
 
-| phase             | kernels                             | reads                        | writes                         |
-|-------------------|-------------------------------------|------------------------------|--------------------------------|
-| forward           | chunk_states, scan_pieces           | k, v, g                      | states, `maps`                 |
-| forward.intra     | output_intra                        | q, k, v, g                   | partial o                      |
-| forward.finish    | scan_pieces, output_inter           | q, g, states, partial o      | o                              |
-| backward          | chunk_states, scan_pieces           | q, do, g                     | gradients of states, `maps`    |
-| backward.intra    | chunk_states, scan_pieces,          | k, v, g; q, k, v, g, do,     | states; dq, partial dk, dv, dg |
-|                   | intra_backward                      | states                       |                                |
-| backward.finish   | scan_pieces, inter_backward         | k, v, g, partial dk, dv, dg, | dk, dv, dg                     |
-|                   |                                     | states and their gradients   |                                |
+| phase           | kernels                               | reads                         | writes              |
+|-----------------|---------------------------------------|-------------------------------|---------------------|
+| forward         | chunk_states, scan_pieces             | k, v, g                       | states, `maps`      |
+| forward.intra   | output_intra                          | q, k, v, g                    | partial o           |
+| forward.finish  | scan_pieces, output_inter             | q, g, states, partial o       | o                   |
+| backward        | chunk_states, scan_pieces             | q, do, g                      | dstates, `maps`     |
+| backward.intra  | chunk_states, scan_pieces,            | q, k, v, g, do                | states, dq,         |
+|                 | query_grads, key_grads, value_grads   |                               | partial dk, dv, dg  |
+| backward.finish | scan_pieces, key_finish, value_finish | k, v, g, states, dstates,     | dk, dv, dg          |
+|                 |                                       | partial dk, dv, dg            |                     |
 
 Inputs are read where they lie, packed or strided. States, partial results and gate gradients are fp32.
 """
@@ -46,24 +46,27 @@ class _States:
     arriving: Tensor
 
     @classmethod
-    def of(cls, grid: Grid, pieces: Pieces, x: Tensor, y: Tensor, g: Tensor | None, scale: float, reverse: bool) -> _States:  # fmt: skip
+    def of(
+        cls, grid: Grid, pieces: Pieces, x: Tensor, y: Tensor, g: Tensor | None, scale: float, reverse: bool
+    ) -> _States:
         """Launch the kernel: x = k, y = v, or with ``reverse`` x = q, y = do."""
         inner = grid.batch, grid.value_heads
-        state = *inner, grid.key_dim, grid.value_dim
-        log = None if g is None else (*inner, grid.key_dim) if g.dim() == 4 else inner
+        log = () if g is None or g.dim() < 4 else (grid.key_dim,)
 
-        def room(count: int, shape: tuple[int, ...] | None) -> Tensor | None:
-            return None if shape is None else x.new_empty(count, *shape, dtype=torch.float32)
+        def room(count: int, *shape: int) -> Tensor:
+            return x.new_empty(count, *inner, *shape, dtype=torch.float32)
 
-        states, sums, arriving = (x.new_empty(n, *state, dtype=torch.float32) for n in (pieces.chunks, pieces.count, pieces.count))  # fmt: skip
-        logs, sum_logs = room(pieces.chunks, log), room(pieces.count, log)
+        states, sums, arriving = (
+            room(count, grid.key_dim, grid.value_dim) for count in (pieces.chunks, pieces.count, pieces.count)
+        )
+        logs, sum_logs = (None if g is None else room(count, *log) for count in (pieces.chunks, pieces.count))
         if pieces.chunks:
             tables = [pieces.start, pieces.length, pieces.first, pieces.last]
             operators().chunk_states(x, y, g, tables, states, logs, sums, sum_logs, scale, grid.chunk, reverse)
         return cls(grid, pieces, reverse, states, logs, sums, sum_logs, arriving)
 
     def scan(self, boundary: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Let ``boundary`` [B*N, HV, K, V] (None: zero) go through the segments: their log decay, and what comes out."""
+        """Let ``boundary`` [B*N, HV, K, V] (None: zero) go through the segments: log decay, and what comes out."""
         grid, segments = self.grid, len(self.grid.lengths)
         final = self.sums.new_empty(grid.batch * segments, *self.sums.shape[2:])
         log = None if self.sum_logs is None else self.sums.new_empty(grid.batch * segments, *self.sum_logs.shape[2:])
@@ -193,10 +196,11 @@ class FusedBackward:
         dg = self._empty_dg()
         if x.pieces.chunks:
             kept = (None, None, None) if x.g is None else (s.states, s.logs, s.arriving)
-            operators().inter_backward(
-                x.k, x.v, x.g, x.tables, *kept, grads.states, grads.logs, grads.arriving, self._dk, self._dv,
-                self._row, self._col, dk, dv, dg, x.grid.chunk,
-            )  # fmt: skip
+            came = grads.states, grads.logs, grads.arriving
+            operators().key_finish(
+                x.k, x.v, x.g, x.tables, *kept, *came, self._dk, self._row, self._col, dk, dg, x.grid.chunk
+            )
+            operators().value_finish(x.k, x.g, x.tables, *came, self._dv, dv, x.grid.chunk)
         dq, dk = (_sum_group(d, x.grid.heads).to(like.dtype) for d, like in ((self._dq, x.q), (dk, x.k)))
         return dq, dk, dv, None if dg is None else _gate_grad(dg, x.g), entering
 

@@ -28,15 +28,29 @@ class Tiling:
 
 KERNELS = (
     "chunk_states", "scan_pieces", "output_intra", "output_inter", "query_grads", "key_grads", "value_grads",
-    "inter_backward",
+    "key_finish", "value_finish",
 )  # fmt: skip
 
 
+PAIRS = ("output_intra", "query_grads", "key_grads", "value_grads")
+
+
 def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torch.dtype) -> Tiling:
-    """The blocks of ``kernel``; tensor cores want at least 16 of everything."""
+    """The blocks of ``kernel``: the largest that spill no registers, as `weft kernels` shows.
+
+    Tensor cores want at least 16 of everything. fp32 keeps heads and remainders of all operands, vector gates a log for
+    each q and k: both take blocks of half the size.
+    """
     chunk = max(16, chunk)
-    rows, widest_k, widest_v, warps = 32, 64, 64, 4
-    return Tiling(chunk, min(rows, chunk), min(widest_k, _power(keys)), min(widest_v, _power(values)), warps)
+    exact, vector = dtype == torch.float32, gate == "vector"
+    rows, width, warps = chunk, 64, 4
+    if kernel in PAIRS:
+        rows, width, warps = (32, 32, 8) if exact else (32, 64 if keys > 64 else 32, 4) if vector else (64, 64, 8)
+    elif kernel == "chunk_states":
+        rows, width = 32, 32 if exact else 64
+    elif kernel != "scan_pieces":
+        width, warps = 32 if exact or vector or chunk > 64 else 64, 8
+    return Tiling(chunk, min(rows, chunk), min(width, _power(keys)), min(width, _power(values)), warps)
 
 
 def gate_kind(g: Tensor | None) -> str:
