@@ -34,25 +34,30 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
 
 
 def bench_linear_attention(
-    ranks: int = 2, tokens: int = 4096, virtual_ranks: int = 64, json: Path | None = None, repeats: int = 7
-) -> None:
+    ranks: int = 2, tokens: int = 4096, virtual_ranks: int = 64, h100_ranks: tuple[int, ...] = (64, 256),
+    json: Path | None = None, repeats: int = 7,
+) -> None:  # fmt: skip
     """Linear attention: the local kernel beside a matmul, and ranks beside LASP, LASP-2 and ZeCO.
 
     The first table counts the FLOPs of the algorithm at chunk 64 on one thread. The second compares with the same
     local work without communication, on as many processes. The baselines use weft's own kernels and differ in what
-    they send and when they wait. Peak memory is what a forward and backward add to the resident set.
+    they send and when they wait. Peak memory is what a forward and backward add to the resident set. With a GPU the
+    last table has the Triton kernels on it, beside those of flash-linear-attention if that is installed.
 
     Args:
         ranks: Local processes to start. Under torchrun, the number it started.
         tokens: Tokens a rank holds; the kernel is measured on twice as many.
         virtual_ranks: Ranks of the table in virtual time.
+        h100_ranks: Ranks of the tables in virtual time of H100s with the Triton kernels, one table for each.
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
     with rank_pool(ranks) as world:
         header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
-        report = Report(linear_attention.layouts(world.size, tokens, virtual_ranks), json, world.reports, header)
-        _measure(report, lambda: linear_attention.run(world, report, repeats, tokens, virtual_ranks))
+        report = Report(
+            linear_attention.layouts(world.size, tokens, virtual_ranks, h100_ranks), json, world.reports, header
+        )
+        _measure(report, lambda: linear_attention.run(world, report, repeats, tokens, virtual_ranks, h100_ranks))
 
 
 def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from interpreter import Interpreter
-from test_chunk_kernels import DECAYS, GATES, SCALE, Case, mild, mixed, resets, slow, strong, zero
+from test_chunk_kernels import DECAYS, GATES, Case, mild, mixed, resets, slow, strong, zero
 from test_linear_attention import Case as RankCase
 from test_linear_attention import cases as rank_cases
 from test_linear_attention import check as check_ranks
@@ -91,7 +91,9 @@ def errors(shape: tuple, fill: Callable, chunk: int, dtype: torch.dtype, views: 
     return found
 
 
-def check(interpreter: Interpreter, shape: tuple, fill: Callable, chunk: int, dtype: torch.dtype, views: bool = False) -> None:  # fmt: skip
+def check(
+    interpreter: Interpreter, shape: tuple, fill: Callable, chunk: int, dtype: torch.dtype, views: bool = False
+) -> None:
     found = interpreter.run(errors, shape, fill, chunk, dtype, views)
     worst = max(found, key=found.__getitem__)
     assert found[worst] <= TOLERANCE[dtype], f"{worst}: {found[worst]:.2e}"
@@ -120,7 +122,9 @@ def test_packed_with_empty_documents(interpreter: Interpreter, kind: str) -> Non
     check(interpreter, (kind, *PACKED), mild, 32, torch.float32)
 
 
-@pytest.mark.parametrize(("kind", "fill"), [("scalar", strong), ("vector", strong), ("scalar", resets), ("vector", resets)])
+@pytest.mark.parametrize(
+    ("kind", "fill"), [("scalar", strong), ("vector", strong), ("scalar", resets), ("vector", resets)]
+)
 def test_strong_gates(interpreter: Interpreter, kind: str, fill: Callable) -> None:
     check(interpreter, (kind, 1, (40,), 1, 1, 8, 8, True), fill, 32, torch.float32)
 
@@ -251,7 +255,9 @@ def backends_agree(decay: str, dtype: torch.dtype) -> float:
         return torch.randn(shape, generator=make).to(dtype)
 
     q, k, v, start = draw(1, 37, 1, 8), draw(1, 37, 1, 8), draw(1, 37, 2, 16), draw(1, 2, 8, 16).float()
-    g = {"none": None, "constant": -draw(2).abs(), "scalar": -draw(1, 37, 1).abs(), "vector": -draw(1, 37, 2, 8).abs()}[decay]
+    g = {"none": None, "constant": -draw(2).abs(), "scalar": -draw(1, 37, 1).abs(), "vector": -draw(1, 37, 2, 8).abs()}[
+        decay
+    ]
     inputs = [x.requires_grad_() for x in (q, k, v, g, start) if x is not None]
     found = []
     for backend in ("torch", "triton"):
@@ -264,6 +270,8 @@ def backends_agree(decay: str, dtype: torch.dtype) -> float:
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("decay", "dtype"), [("none", torch.float16), ("constant", torch.float32), ("vector", torch.float16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("decay", "dtype"), [("none", torch.float16), ("constant", torch.float32), ("vector", torch.float16)]
+)
 def test_the_operation_agrees_with_torch(interpreter: Interpreter, decay: str, dtype: torch.dtype) -> None:
     assert interpreter.run(backends_agree, decay, dtype) < (1e-3 if dtype == torch.float16 else 5e-6)

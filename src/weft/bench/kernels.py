@@ -34,7 +34,7 @@ DECAYS = ("none", "constant", "scalar", "vector")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What limits how many programs a multiprocessor holds; shared memory in bytes, of which one program can have less."""
+    """What limits how many programs a multiprocessor holds; shared memory is in bytes."""
 
     preset: str
     processors: int

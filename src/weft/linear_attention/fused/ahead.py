@@ -128,9 +128,7 @@ def compile_for(made: Launch, capability: int) -> Compiled:
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = _resources(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
-    return Compiled(
-        registers, spilled, kernel.metadata.shared, len(_MATRIX.findall(ptx)), str(kernel.asm["ttir"]), ptx
-    )
+    return Compiled(registers, spilled, kernel.metadata.shared, len(_MATRIX.findall(ptx)), str(kernel.asm["ttir"]), ptx)
 
 
 def _specialise(made: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:

@@ -74,9 +74,7 @@ class _States:
             boundary = boundary.detach().float().contiguous()
         if segments:
             tables = [self.pieces.segment_first, self.pieces.segment_last]
-            operators().scan_pieces(
-                self.sums, self.sum_logs, boundary, tables, self.arriving, final, log, self.reverse
-            )
+            operators().scan_pieces(self.sums, self.sum_logs, boundary, tables, self.arriving, final, log, self.reverse)
         return log, final
 
 

@@ -51,7 +51,8 @@ def cut(grid: Grid, gate: str, dtype: torch.dtype) -> Pieces:
 
 @functools.lru_cache(maxsize=64)
 def _tables(lengths: tuple[int, ...], chunk: int, per_piece: int, device: torch.device) -> Pieces:
-    start, length, piece, first, last, segment_first, segment_last = ([] for _ in range(7))  # type: list[list[int]]
+    columns: list[list[int]] = [[] for _ in range(7)]
+    start, length, piece, first, last, segment_first, segment_last = columns
     token = 0
     for tokens in lengths:
         segment_first.append(len(first))
@@ -65,6 +66,5 @@ def _tables(lengths: tuple[int, ...], chunk: int, per_piece: int, device: torch.
             last[-1] = len(start)
         segment_last.append(len(first))
         token += tokens
-    columns = [start, length, piece, first, last, segment_first, segment_last]
     flat = torch.tensor([number for column in columns for number in column], dtype=torch.int32).to(device)
     return Pieces(*flat.split([len(column) for column in columns]))

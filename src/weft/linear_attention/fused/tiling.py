@@ -43,14 +43,19 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torc
     """
     chunk = max(16, chunk)
     exact, vector = dtype == torch.float32, gate == "vector"
-    rows, width, warps = chunk, 64, 4
+    small = exact or vector or chunk > 64
+    rows, wide_k, wide_v, warps = chunk, 64, 64, 4
     if kernel in PAIRS:
-        rows, width, warps = (32, 32, 8) if exact else (32, 64 if keys > 64 else 32, 4) if vector else (64, 64, 8)
+        rows, wide_k, warps = (32, 32, 8) if exact else (32, 64 if keys > 64 else 32, 4) if vector else (64, 64, 8)
+        wide_v = wide_k
     elif kernel == "chunk_states":
-        rows, width = 32, 32 if exact else 64
-    elif kernel != "scan_pieces":
-        width, warps = 32 if exact or vector or chunk > 64 else 64, 8
-    return Tiling(chunk, min(rows, chunk), min(width, _power(keys)), min(width, _power(values)), warps)
+        rows, wide_k = 32, 32 if exact else 64
+        wide_v = wide_k
+    elif kernel == "key_finish":
+        wide_k, wide_v, warps = 32 if exact or chunk > 64 else 64, 32, 8
+    elif kernel != "scan_pieces" and small:
+        wide_k, wide_v, warps = 32, 32, 8
+    return Tiling(chunk, min(rows, chunk), min(wide_k, _power(keys)), min(wide_v, _power(values)), warps)
 
 
 def gate_kind(g: Tensor | None) -> str:
