@@ -65,7 +65,7 @@ def lower(made: Launch) -> str:
     backend = make_backend(target)
     signature, constants, attributes = _specialise(made)
     source = ASTSource(made.kernel, signature, constants, attributes)
-    options = backend.parse_options({"num_warps": made.warps, "num_stages": made.stages, **source.parse_options()})
+    options = backend.parse_options({**made.options, **source.parse_options()})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

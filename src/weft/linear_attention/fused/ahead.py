@@ -124,8 +124,7 @@ def compile_for(made: Launch, capability: int) -> Compiled:
         raise ValueError("kernels cannot be compiled under TRITON_INTERPRET=1; start again without it")
     signature, constants, attributes = _specialise(made)
     source = ASTSource(made.kernel, signature, constants, attributes)
-    options = {"num_warps": made.warps, "num_stages": made.stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=made.options)
     registers, spilled = _resources(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
     return Compiled(registers, spilled, kernel.metadata.shared, len(_MATRIX.findall(ptx)), str(kernel.asm["ttir"]), ptx)

@@ -27,12 +27,18 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int = 2
+    registers: int = 255  # of a thread: left alone, the compiler spills a few to fit one more program
 
     def run(self) -> None:
         """Start it on the device of its first argument: Triton takes the current one."""
         device = self.arguments[0].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+            self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 def _strides(*tensors: Tensor) -> list[int]:
