@@ -46,7 +46,12 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torc
     small = exact or vector or chunk > 64
     rows, wide_k, wide_v, warps = chunk, 64, 64, 4
     if kernel in PAIRS:
-        rows, wide_k, warps = (32, 32, 8) if exact else (32, 64 if keys > 64 else 32, 4) if vector else (64, 64, 8)
+        if exact:
+            rows, wide_k, warps = 32, 32, 8
+        elif vector or max(keys, values) > 128:
+            rows, wide_k, warps = 32, 64 if keys > 64 or not vector else 32, 4
+        else:
+            rows, wide_k, warps = 64, 64, 8
         wide_v = wide_k
     elif kernel == "chunk_states":
         rows, wide_k = 32, 32 if exact else 64
