@@ -99,7 +99,12 @@ def check(
     assert found[worst] <= TOLERANCE[dtype], f"{worst}: {found[worst]:.2e}"
 
 
-DENSE = (1, (41,), 1, 2, 24, 20, True)
+def soaked(value: str) -> object:
+    """A parameter for `make soak` alone."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+DENSE = (1, (35,), 1, 2, 24, 20, True)
 PACKED = (1, (5, 0, 33, 1, 0), 1, 2, 8, 40, True)
 
 
@@ -117,32 +122,30 @@ def test_uneven_lengths_and_shared_heads(interpreter: Interpreter, kind: str, ch
     check(interpreter, (kind, *DENSE), mild, chunk, dtype)
 
 
-@pytest.mark.parametrize("kind", ["none", "constant_v", "scalar", "vector"])
+@pytest.mark.parametrize("kind", ["constant_v", "vector"])
 def test_packed_with_empty_documents(interpreter: Interpreter, kind: str) -> None:
     check(interpreter, (kind, *PACKED), mild, 32, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fill"), [("scalar", strong), ("vector", strong), ("scalar", resets), ("vector", resets)]
-)
+@pytest.mark.parametrize(("kind", "fill"), [("scalar", resets), ("vector", strong)])
 def test_strong_gates(interpreter: Interpreter, kind: str, fill: Callable) -> None:
     check(interpreter, (kind, 1, (40,), 1, 1, 8, 8, True), fill, 32, torch.float32)
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("scalar", 128), ("vector", 128), ("vector", 64)])
+@pytest.mark.parametrize(("kind", "chunk"), [("scalar", 128), ("vector", 64)])
 def test_chunks_of_several_blocks(interpreter: Interpreter, kind: str, chunk: int) -> None:
     check(interpreter, (kind, 1, (150,), 1, 1, 8, 8, True), mixed, chunk, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("kind", ["vector"])
 def test_blocks_of_k_and_v(interpreter: Interpreter, kind: str) -> None:
     """More key and value dimensions than one block has."""
-    check(interpreter, (kind, 1, (20,), 1, 1, 72, 80, True), mild, 16, torch.float32)
+    check(interpreter, (kind, 1, (16,), 1, 1, 40, 50, True), mild, 16, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["constant", "scalar", "vector"])
+@pytest.mark.parametrize("kind", ["scalar"])
 def test_strided_inputs(interpreter: Interpreter, kind: str) -> None:
-    check(interpreter, (kind, 2, (20,), 1, 1, 8, 8, False), mild, 16, torch.float32, True)
+    check(interpreter, (kind, 2, (14,), 1, 1, 8, 8, False), mild, 16, torch.float32, True)
 
 
 @pytest.mark.slow
@@ -171,13 +174,13 @@ def test_every_gate(interpreter: Interpreter, kind: str, fill: Callable) -> None
 
 
 def same_bits(kind: str) -> None:
-    case = Case(kind, 1, [70], 1, 2, 8, 8)
-    with small_blocks():
+    case = Case(kind, 1, [33], 1, 1, 8, 8)
+    with small_blocks(piece=1):
         first, again = (case.actual(16, torch.float32, FUSED) for _ in range(2))
     assert all(torch.equal(again[name], x) for name, x in first.items())
 
 
-@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("kind", [soaked("scalar"), "vector"])
 def test_same_inputs_same_bits(interpreter: Interpreter, kind: str) -> None:
     interpreter.run(same_bits, kind)
 
@@ -193,21 +196,21 @@ def reset_is_complete(kind: str) -> None:
     assert torch.equal(one["o"][:, 21:], two["o"][:, 21:]) and torch.equal(one["leaving"], two["leaving"])
 
 
-@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("kind", [soaked("scalar"), "vector"])
 def test_nothing_before_a_reset_shows_after_it(interpreter: Interpreter, kind: str) -> None:
     interpreter.run(reset_is_complete, kind)
 
 
 def pieces_change_nothing(kind: str) -> float:
-    case = Case(kind, 1, [130], 1, 1, 8, 8)
+    case = Case(kind, 1, [70], 1, 1, 8, 8)
     results = []
-    for programs, piece in ((1, 100), (512, 1), (512, 3)):
+    for programs, piece in ((1, 100), (512, 2)):
         with small_blocks(programs, piece):
             results.append(case.actual(16, torch.float32, FUSED))
     return max((other[name] - x).abs().max().item() for other in results[1:] for name, x in results[0].items())
 
 
-@pytest.mark.parametrize("kind", ["constant", "vector"])
+@pytest.mark.parametrize("kind", [soaked("scalar"), "vector"])
 def test_pieces_of_segments_change_nothing(interpreter: Interpreter, kind: str) -> None:
     assert 0 < interpreter.run(pieces_change_nothing, kind) < 2e-5
 

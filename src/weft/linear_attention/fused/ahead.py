@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -115,7 +116,7 @@ def _bytes(args: tuple[Any, ...]) -> int:
 
 
 def _flops(name: str, args: tuple[Any, ...]) -> int:
-    return torch.utils.flop_counter.flop_registry[getattr(torch.ops.weft, name)](*args)
+    return flop_registry[getattr(torch.ops.weft, name)](*args)
 
 
 def compile_for(made: Launch, capability: int) -> Compiled:

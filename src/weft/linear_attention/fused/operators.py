@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from weft.linear_attention.fused.tiling import Tiling, gate_kind, tile
 
@@ -98,6 +97,8 @@ def _launch(kernel: str) -> Any:
 @functools.cache
 def operators() -> Any:
     """``torch.ops.weft`` with the kernels defined; on first use, since importing weft does no work."""
+    from torch.utils.flop_counter import register_flop_formula  # imports triton where that is installed
+
     library = torch.library.Library("weft", "FRAGMENT")
     for kernel, schema in _SCHEMAS.items():
         library.define(kernel + schema)
