@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from hypothesis import settings
+from interpreter import Interpreter
 from worlds import RULES, use_rules
 
 from weft.world.launch import ProcessWorld
@@ -37,3 +38,10 @@ def pool() -> Iterator[ProcessWorld]:
     """Seven real Gloo processes, started once; tests use subgroups of them."""
     with ProcessWorld(7, timeout=timedelta(seconds=60)) as world:
         yield world
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """A process whose Triton kernels run in Triton's interpreter, started once."""
+    with Interpreter() as process:
+        yield process

@@ -44,6 +44,12 @@ def test_importing_weft_does_no_work() -> None:
     assert result.returncode == 0 and result.stdout == "", result.stderr
 
 
+def test_importing_weft_leaves_triton_alone() -> None:
+    code = "import sys, weft, weft.cli; assert not any(name.split('.')[0] == 'triton' for name in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
 def test_public_names() -> None:
     assert set(weft.__all__) == {
         "Axis", "BigramHashEmbedding", "Machine", "REKLS", "RowAdam", "RowExchange", "ShardedAdamW", "ShardedEmbedding",

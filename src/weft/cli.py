@@ -1,4 +1,4 @@
-"""The command line: weft bench SUITE, weft trace SCHEDULE."""
+"""The command line: weft bench SUITE, weft trace SCHEDULE, weft kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from weft.bench import attention, linear_attention, network, rekls, rekls_quality, rows, scan, trace
+from weft.bench import attention, kernels, linear_attention, network, rekls, rekls_quality, rows, scan, trace
 from weft.bench.report import Report, describe_machine
 from weft.bench.world import rank_pool
 from weft.world import Machine
@@ -35,25 +35,30 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
 
 
 def bench_linear_attention(
-    ranks: int = 2, tokens: int = 4096, virtual_ranks: int = 64, json: Path | None = None, repeats: int = 7
-) -> None:
+    ranks: int = 2, tokens: int = 4096, virtual_ranks: int = 64, h100_ranks: tuple[int, ...] = (64, 256),
+    json: Path | None = None, repeats: int = 7,
+) -> None:  # fmt: skip
     """Linear attention: the local kernel beside a matmul, and ranks beside LASP, LASP-2 and ZeCO.
 
     The first table counts the FLOPs of the algorithm at chunk 64 on one thread. The second compares with the same
     local work without communication, on as many processes. The baselines use weft's own kernels and differ in what
-    they send and when they wait. Peak memory is what a forward and backward add to the resident set.
+    they send and when they wait. Peak memory is what a forward and backward add to the resident set. With a GPU the
+    last table has the Triton kernels on it, beside those of flash-linear-attention if that is installed.
 
     Args:
         ranks: Local processes to start. Under torchrun, the number it started.
         tokens: Tokens a rank holds; the kernel is measured on twice as many.
         virtual_ranks: Ranks of the table in virtual time.
+        h100_ranks: Ranks of the tables in virtual time of H100s with the Triton kernels, one table for each.
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
     with rank_pool(ranks) as world:
         header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
-        report = Report(linear_attention.layouts(world.size, tokens, virtual_ranks), json, world.reports, header)
-        _measure(report, lambda: linear_attention.run(world, report, repeats, tokens, virtual_ranks))
+        report = Report(
+            linear_attention.layouts(world.size, tokens, virtual_ranks, h100_ranks), json, world.reports, header
+        )
+        _measure(report, lambda: linear_attention.run(world, report, repeats, tokens, virtual_ranks, h100_ranks))
 
 
 def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:
@@ -220,6 +225,42 @@ def trace_scan(
     print(f"{method} on {ranks} ranks: {run.elapsed:.3e} virtual s, {run.timeline.rounds} rounds; written: {out}")
 
 
+def show_kernels(
+    decays: tuple[str, ...] = kernels.DECAYS,
+    dims: tuple[int, ...] = (64, 128, 256),
+    chunks: tuple[int, ...] = (64,),
+    dtypes: tuple[str, ...] = ("bf16",),
+    capabilities: tuple[int, ...] = tuple(kernels.GPUS),
+    tokens: int = 8192,
+    heads: int = 16,
+    json: Path | None = None,
+) -> None:
+    """Compile the Triton kernels of linear attention ahead of time and say what they use. No GPU is needed.
+
+    Spilled registers or too much shared memory for two stages end the command with code 1. FLOP/byte counts each tensor
+    that a kernel reads or writes once. "% of peak" is the rate of tf32 products memory allows at that intensity on a
+    preset machine (A100, H100, B200); "% of roof" is what is left of it when the last wave of programs is not full.
+
+    Args:
+        decays: Classes of decay: none, constant, scalar, vector.
+        dims: K = V.
+        chunks: Tokens of a chunk.
+        dtypes: Of q, k and v: bf16, fp16, fp32. Gates are fp32.
+        capabilities: Compute capabilities: 80, 90, 100.
+        tokens: Tokens of the sequence; grids, bytes and FLOPs are those of this length.
+        heads: Heads.
+        json: Write the rows here, with a header of machine, versions and commit.
+    """
+    todo = kernels.shapes(decays, dims, chunks, dtypes, tokens, heads)
+    report = Report(kernels.layouts(tokens, heads), json, header=describe_machine(bench="kernels"))
+    faults: list[str] = []
+    _measure(report, lambda: faults.extend(kernels.run(report, todo, capabilities)))
+    for fault in faults:
+        print(f"weft kernels: {fault}", file=sys.stderr)
+    if faults:
+        sys.exit(1)
+
+
 def main() -> None:
     """Entry point of the ``weft`` command."""
     bench = tyro.extras.SubcommandApp()
@@ -234,6 +275,7 @@ def main() -> None:
     app = tyro.extras.SubcommandApp()
     app.command(bench, name="bench", help="Measure weft beside what people use today.")
     app.command(traces, name="trace", help="Simulate an operation and write its timeline.")
+    app.command(name="kernels")(show_kernels)
     try:
         app.cli(prog="weft", description="Distributed training operations, measured and simulated.")
     except (ValueError, TypeError) as error:

@@ -106,18 +106,20 @@ class Case:
         b, _, _, k = self.q.shape
         return b * len(self.lengths), *self.v.shape[2:3], k, self.v.shape[3]
 
-    def actual(self, chunk: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    def actual(
+        self, chunk: int, dtype: torch.dtype = torch.float64, kernels: tuple = (ChunkForward, ChunkBackward)
+    ) -> dict[str, Tensor]:
         def cast(x: Tensor | None, to: torch.dtype = dtype) -> Tensor | None:
             return None if x is None else x.to(to)
 
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         q, k, v, g, do = (cast(x) for x in (self.q, self.k, self.v, self.g, self.do))
         entering, grad_leaving = cast(self.entering, state_dtype), cast(self.grad_leaving, state_dtype)
-        forward = ChunkForward(q, k, v, g, SCALE, self.lengths, chunk)
+        forward = kernels[0](q, k, v, g, SCALE, self.lengths, chunk)
         log, state = forward.maps
         forward.intra()
         o, leaving = forward.finish(entering)
-        backward = ChunkBackward(q, k, v, g, SCALE, self.lengths, chunk, entering, do)
+        backward = kernels[1](q, k, v, g, SCALE, self.lengths, chunk, entering, do)
         backward.intra()
         dq, dk, dv, dg, dentering = backward.finish(grad_leaving)
         found = {"o": o, "leaving": leaving, "dq": dq, "dk": dk, "dv": dv, "dentering": dentering}

@@ -30,6 +30,12 @@ V = torch.randn(1, 6, 4, 3)
         ({"layout": "stripes"}, ValueError, "layout 'stripes' is not one of"),
         ({"method": "bush"}, ValueError, "method 'bush' is not one of auto, ring"),
         ({"chunk_size": 48}, ValueError, "chunk_size must be a power of two, got 48"),
+        ({"backend": "cuda"}, ValueError, "backend 'cuda' is not one of auto, torch, triton"),
+        (
+            {"backend": "triton"},
+            ValueError,
+            r"backend 'triton' needs CUDA tensors .*, got cpu \(rank 0\); backend='torch'",
+        ),
     ],
 )
 def test_wrong_arguments_are_told(changes, kind, words) -> None:
@@ -72,3 +78,19 @@ def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     assert len(caught) == 3 and all(
         "cu_seqlens end at 17, but the ranks hold [6, 6, 6], 18 tokens" in c for c in caught
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": torch.float64}, "takes bfloat16, float16 or float32, got q, k, v in float64"),
+        ({"keys": 257}, "takes K and V up to 256, got 257 and 8"),
+        ({"chunk_size": 256}, "takes chunk_size up to 128, got 256"),
+    ],
+)
+def test_what_triton_does_not_take_is_told(changes, words) -> None:
+    """On meta tensors, which have no device to miss."""
+    like = {"dtype": changes.get("dtype", torch.float32), "device": "meta"}
+    q, v = torch.empty(1, 4, 1, changes.get("keys", 8), **like), torch.empty(1, 4, 1, 8, **like)
+    with pytest.raises(ValueError, match=words):
+        weft.linear_attention(q, q, v, backend="triton", chunk_size=changes.get("chunk_size"))

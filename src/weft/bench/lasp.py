@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call
 from weft.comm.path import Together
-from weft.linear_attention.chunk import ChunkBackward, ChunkForward
+from weft.linear_attention.backend import BACKWARD, FORWARD, Kernel
 from weft.scan import Affine, Form, schedule
 from weft.scan.gather import fold
 
@@ -36,28 +36,31 @@ class Baseline(torch.autograd.Function):
     """Linear attention by one of the schedules above."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, axis: Axis, name: str, blocks: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, axis: Axis, name: str, blocks: int, backend: str
+    ) -> Tensor:
         call = axis.begin(name, Options(v.shape))
         if name == "lasp":
             entering = _receive(call, q, v)
-        kernel = ChunkForward(q, k, v, g, q.shape[-1] ** -0.5, [q.shape[1]], CHUNK)
+        kernel = FORWARD[backend](q, k, v, g, q.shape[-1] ** -0.5, [q.shape[1]], CHUNK)
         entering = _travel(call, kernel, name, blocks, entering if name == "lasp" else None)
         out, _ = kernel.finish(entering)
         ctx.save_for_backward(q, k, v, g, entering)
-        ctx.how = axis, name, blocks
+        ctx.how = axis, name, blocks, backend
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, entering = ctx.saved_tensors
-        axis, name, blocks = ctx.how
+        axis, name, blocks, backend = ctx.how
         call = axis.begin(f"{name}.backward", Options(v.shape)).reversed()
         if name == "lasp":
             arrived = _receive(call, q, v)
-        kernel = ChunkBackward(q, k, v, g, q.shape[-1] ** -0.5, [q.shape[1]], CHUNK, entering, grad)
+        scale, lengths = q.shape[-1] ** -0.5, [q.shape[1]]
+        kernel = BACKWARD[backend](q, k, v, g, scale, lengths, CHUNK, entering, grad)
         arrived = _travel(call, kernel, name, blocks, arrived if name == "lasp" else None)
         dq, dk, dv, dg, _ = kernel.finish(arrived)
-        return dq, dk, dv, dg, None, None, None
+        return dq, dk, dv, dg, None, None, None, None
 
 
 def _receive(call: Call, q: Tensor, v: Tensor) -> Tensor | None:
@@ -69,9 +72,7 @@ def _receive(call: Call, q: Tensor, v: Tensor) -> Tensor | None:
     return state
 
 
-def _travel(
-    call: Call, kernel: ChunkForward | ChunkBackward, name: str, blocks: int, arrived: Tensor | None
-) -> Tensor | None:
+def _travel(call: Call, kernel: Kernel, name: str, blocks: int, arrived: Tensor | None) -> Tensor | None:
     """Send this rank's map its way and do the intra-chunk work; returns the state that enters."""
     log, state = kernel.maps
     own, form = Affine.of(state, log), Form.of(state, log)

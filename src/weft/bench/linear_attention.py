@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.bench import gpu
 from weft.bench.lasp import Baseline
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
@@ -21,6 +22,7 @@ from weft.linear_attention import linear_attention
 from weft.scan import METHODS, Form
 from weft.scan.pipeline import default_blocks
 from weft.world import Machine, VirtualWorld
+from weft.world.machine import PRESETS
 
 HEADS, DIM, CHUNK = 8, 64, 64
 PRODUCTS = 14  # of chunk x chunk x dim in forward and backward: see `flops`
@@ -43,6 +45,7 @@ RANK_COLUMNS = (
 
 
 VIRTUAL_TOKENS = 1024
+H100_TOKENS, H100_HEADS, H100_DIM = 4096, 16, 128
 MACHINE = Machine(latency=10e-6, bandwidth=25e9, flops=100e12, memory_bandwidth=1.5e12)
 VIRTUAL_COLUMNS = (
     Column("case", "virtual ranks", "{}"),
@@ -54,17 +57,27 @@ VIRTUAL_COLUMNS = (
 )
 
 
-def layouts(ranks: int, tokens: int, virtual_ranks: int) -> dict[str, Layout]:
+def layouts(ranks: int, tokens: int, virtual_ranks: int, h100_ranks: Sequence[int]) -> dict[str, Layout]:
     """The tables of this benchmark."""
+    fused = f"T{H100_TOKENS} H{H100_HEADS} K=V={H100_DIM} bf16, scalar gate, in virtual time with the Triton kernels"
     shape = f"H{HEADS} K=V={DIM} fp32, forward + backward"
-    return {
-        "kernel": Layout(f"the chunked kernel, B1 T{2 * tokens} {shape}", KERNEL_COLUMNS),
-        "ranks": Layout(f"{ranks} ranks of T{tokens}, scalar gate, {shape}", RANK_COLUMNS),
-        "virtual": Layout(
-            f"{virtual_ranks} ranks of T{VIRTUAL_TOKENS} in virtual time: 10 us, 25 GB/s, 100 TFLOP/s, 1.5 TB/s",
-            VIRTUAL_COLUMNS,
-        ),
-    }
+    return (
+        {
+            "kernel": Layout(f"the chunked kernel, B1 T{2 * tokens} {shape}", KERNEL_COLUMNS),
+            "ranks": Layout(f"{ranks} ranks of T{tokens}, scalar gate, {shape}", RANK_COLUMNS),
+            "virtual": Layout(
+                f"{virtual_ranks} ranks of T{VIRTUAL_TOKENS} in virtual time: 10 us, 25 GB/s, 100 TFLOP/s, 1.5 TB/s",
+                VIRTUAL_COLUMNS,
+            ),
+        }
+        | {
+            f"h100, {count} ranks": Layout(
+                f"{count} H100 of {fused}: 10 us, 50 GB/s, 495 TFLOP/s, 3.35 TB/s", VIRTUAL_COLUMNS
+            )
+            for count in h100_ranks
+        }
+        | {"gpu": gpu.layout()}
+    )
 
 
 def flops(tokens: int) -> int:
@@ -72,7 +85,9 @@ def flops(tokens: int) -> int:
     return PRODUCTS * 2 * CHUNK * CHUNK * DIM * (tokens // CHUNK) * HEADS
 
 
-def run(pool: RankPool, report: Report, repeats: int, tokens: int, virtual_ranks: int) -> None:
+def run(
+    pool: RankPool, report: Report, repeats: int, tokens: int, virtual_ranks: int, h100_ranks: Sequence[int]
+) -> None:
     """Measure both tables; a table's rows are kept as far as they were measured."""
     with report.progress(2 * repeats, "linear attention") as advance:
         for table, measure, rows in (
@@ -88,22 +103,32 @@ def run(pool: RankPool, report: Report, repeats: int, tokens: int, virtual_ranks
                 for row in rows(by_case(samples), facts, tokens) if samples else ():
                     report.add(table, row)
     if pool.reports:
-        simulate(report, virtual_ranks)
+        simulate(report, "virtual", virtual_ranks, MACHINE, lambda axis: _rank_cases(axis, VIRTUAL_TOKENS, "meta"))
+        for count in h100_ranks:
+            simulate(report, f"h100, {count} ranks", count, PRESETS["h100"], _h100_cases)
+        gpu.run(report, repeats)
 
 
-def simulate(report: Report, ranks: int) -> None:
+def _h100_cases(axis: Axis) -> dict[str, Case]:
+    """As on a GPU: Triton's kernels, which meta tensors only count."""
+    return _rank_cases(axis, H100_TOKENS, "meta", H100_HEADS, H100_DIM, torch.bfloat16, "triton")
+
+
+def simulate(
+    report: Report, table: str, ranks: int, machine: Machine, cases: Callable[[Axis], dict[str, Case]]
+) -> None:
     """The same cases on many ranks in virtual time, where the length of a chain shows."""
     results = {}
     methods = {f"weft {method}" for method in METHODS}
-    for name in (name for name in _rank_cases(Axis.over(SoloWire()), 1, "meta") if name not in methods):
+    for name in (name for name in cases(Axis.over(SoloWire())) if name not in methods):
 
         def program(axis: Axis, name: str = name) -> None:
-            _rank_cases(axis, VIRTUAL_TOKENS, "meta")[name]()
+            cases(axis)[name]()
 
-        results[name] = VirtualWorld(ranks, MACHINE).run(program)
+        results[name] = VirtualWorld(ranks, machine).run(program)
     elapsed = {name: result.elapsed or 0.0 for name, result in results.items()}
     for name, result in results.items():
-        report.add("virtual", {
+        report.add(table, {
             "case": name,
             "microseconds": elapsed[name] * 1e6,
             "to_local": elapsed[name] / elapsed["no communication"],
@@ -147,10 +172,18 @@ def _rank_rows(samples: dict[str, list[float]], facts: list[Any], tokens: int) -
     return rows
 
 
-def _inputs(tokens: int, seed: int, device: str = "cpu") -> list[Tensor]:
+def _inputs(
+    tokens: int, seed: int, device: str = "cpu", heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """q, k, v in ``dtype`` and a scalar gate in fp32."""
+    if device == "meta":
+        shapes = [(1, tokens, heads, dim)] * 3 + [(1, tokens, heads)]
+        dtypes = [dtype] * 3 + [torch.float32]
+        pairs = zip(shapes, dtypes, strict=True)
+        return [torch.empty(shape, dtype=kind, device="meta").requires_grad_() for shape, kind in pairs]
     make = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(1, tokens, HEADS, DIM, generator=make) for _ in range(3)]
-    gate = -0.05 * torch.rand(1, tokens, HEADS, generator=make)
+    tensors = [torch.randn(1, tokens, heads, dim, generator=make).to(dtype) for _ in range(3)]
+    gate = -0.05 * torch.rand(1, tokens, heads, generator=make)
     return [t.to(device).requires_grad_() for t in [*tensors, gate]]
 
 
@@ -199,13 +232,16 @@ def _fla_naive() -> Callable[..., Any] | None:
         return None
 
 
-def _rank_cases(axis: Axis, tokens: int, device: str = "cpu") -> dict[str, Case]:
-    inputs = _inputs(tokens, axis.rank, device)
+def _rank_cases(
+    axis: Axis, tokens: int, device: str = "cpu", heads: int = HEADS, dim: int = DIM,
+    dtype: torch.dtype = torch.float32, backend: str = "torch",
+) -> dict[str, Case]:  # fmt: skip
+    inputs = _inputs(tokens, axis.rank, device, heads, dim, dtype)
     alone = Axis.over(SoloWire())
-    blocks = max(2, default_blocks(Form.of(torch.empty(HEADS, DIM, DIM))))
+    blocks = max(2, default_blocks(Form.of(torch.empty(heads, dim, dim, device="meta"))))
 
     def weft_by(method: str, group: Axis) -> Case:
-        return _step(lambda *t: linear_attention(*t, method=method, group=group)[0], inputs)
+        return _step(lambda *t: linear_attention(*t, method=method, backend=backend, group=group)[0], inputs)
 
     cases = {"no communication": weft_by("auto", alone), "weft auto": weft_by("auto", axis)}
     cases |= {f"weft {method}": weft_by(method, axis) for method in METHODS}
@@ -214,7 +250,7 @@ def _rank_cases(axis: Axis, tokens: int, device: str = "cpu") -> dict[str, Case]
         ("LASP-2: blocking all-gather", "lasp2"),
         ("ZeCO: chain in blocks", "zeco"),
     ):
-        cases[name] = _step(lambda *t, s=schedule: Baseline.apply(*t, axis, s, blocks), inputs)
+        cases[name] = _step(lambda *t, s=schedule: Baseline.apply(*t, axis, s, blocks, backend), inputs)
     return cases
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call
-from weft.linear_attention.chunk import ChunkBackward, ChunkForward
+from weft.linear_attention.backend import BACKWARD, FORWARD
+from weft.linear_attention.chunk import ChunkForward
 from weft.linear_attention.final_state import collect_final_gradients, share_final_states
+from weft.linear_attention.fused.phases import FusedForward
 from weft.linear_attention.segments import SequencePlan, plan_dense, plan_packed
 from weft.linear_attention.state_scan import SegmentMap, StateScan, segment_maps, states_by_run
 from weft.scan import Form, choose
@@ -71,14 +73,15 @@ class LinearAttention(torch.autograd.Function):
         options: Options,
         axis: Axis,
         sequence: Sequence | None,
+        backend: str,
     ) -> tuple[Tensor, Tensor | None]:
         batch, form = q.shape[0], options.form(q.device)
         method = choose(form, axis.size) if options.method == "auto" else options.method
         call = axis.begin("linear_attention", options, tell=None if sequence else (q.shape[1],))
 
-        def work_on(plan: SequencePlan) -> list[ChunkForward]:
+        def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward]:
             return [
-                ChunkForward(q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size)
+                FORWARD[backend](q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size)
                 for run in plan.runs
                 for t in [run.tokens]
             ]
@@ -113,7 +116,7 @@ class LinearAttention(torch.autograd.Function):
         states = states_by_run(plan, entering, kernels)
         outs = [kernel.finish(state)[0] for kernel, state in zip(kernels, states, strict=True)]
         ctx.save_for_backward(q, k, v, g, *states)
-        ctx.how = options, axis, plan, method
+        ctx.how = options, axis, plan, method, backend
         ctx.initial = None if initial is None else (initial.shape, initial.dtype)
         ctx.set_materialize_grads(False)
         return _join(outs), None if arriving is None else arriving.wait()
@@ -121,7 +124,7 @@ class LinearAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, g, *states = ctx.saved_tensors
-        options, axis, plan, method = ctx.how
+        options, axis, plan, method, backend = ctx.how
         batch, form = q.shape[0], options.form(q.device)
         call = axis.begin("linear_attention.backward", options)
         seeds = None
@@ -132,7 +135,7 @@ class LinearAttention(torch.autograd.Function):
         scan = StateScan(call, plan, form, method, reverse=True)
         grad_o = torch.zeros_like(v) if grad_o is None else grad_o
         kernels = [
-            ChunkBackward(
+            BACKWARD[backend](
                 q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size, state,
                 grad_o[:, t],
             )
@@ -153,7 +156,7 @@ class LinearAttention(torch.autograd.Function):
         dq, dk, dv = _join([x[0] for x in grads]), _join([x[1] for x in grads]), _join([x[2] for x in grads])
         gates = [grad[3] for grad in grads if grad[3] is not None]
         dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else _join(gates)
-        return dq, dk, dv, dg, _initial_gradient(ctx, maps, [grad[4] for grad in grads]), None, None, None
+        return dq, dk, dv, dg, _initial_gradient(ctx, maps, [grad[4] for grad in grads]), None, None, None, None
 
 
 def _plan(sequence: Sequence) -> SequencePlan:
@@ -164,7 +167,7 @@ def _plan(sequence: Sequence) -> SequencePlan:
 
 def _plan_and_work(
     call: Call, axis: Axis, options: Options, length: int, work_on: Any
-) -> tuple[SequencePlan, list[ChunkForward]]:
+) -> tuple[SequencePlan, list[ChunkForward | FusedForward]]:
     """Packed, and the ranks' lengths are still on their way: begin on a guess, and again if it was wrong."""
     assumed = guess(axis, length, options.layout, options.cu_seqlens)
     plan = None if assumed is None else plan_packed(assumed)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.eager import eager
+from weft.linear_attention.backend import CHOICES, choose_backend, find_triton_fault
 from weft.linear_attention.distributed import LinearAttention, Options
 from weft.scan import METHODS
 from weft.sequence import Sequence
@@ -31,6 +32,7 @@ def linear_attention(
     layout: str | None = None,
     method: str = "auto",
     chunk_size: int | None = None,
+    backend: str = "auto",
     sequence: Sequence | None = None,
     group: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +57,8 @@ def linear_attention(
 
     ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given
     in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which the ranks tell their
-    lengths. ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest.
+    lengths. ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is the local
+    kernels: "torch", "triton" (fused; CUDA, K and V up to 256, no fp64), or "auto": Triton on CUDA where it can.
 
     >>> q = k = v = torch.randn(1, 10, 2, 4)
     >>> o, state = linear_attention(q, k, v, torch.tensor([-0.1, -0.2]), output_final_state=True)
@@ -64,7 +67,7 @@ def linear_attention(
     """
     length = local_length(q)
     axis, layout, bounds, fault = read_sequence("linear_attention", length, layout, cu_seqlens, group, sequence)
-    fault = fault or _find_fault(axis.rank, q, k, v, g, initial_state, bounds, method, chunk_size)
+    fault = fault or _find_fault(axis.rank, q, k, v, g, initial_state, bounds, method, chunk_size, backend)
     if fault is not None:
         axis.begin("linear_attention", tell=None if sequence else (0,), fault=fault)
     tensors = (q, k, v, g, initial_state)
@@ -83,7 +86,8 @@ def linear_attention(
         chunk_size=chunk_size or CHUNK_SIZE,
         gradients=tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors),
     )
-    o, final = LinearAttention.apply(*tensors, options, axis, sequence)
+    kernels = choose_backend(backend, q, v, g, options.chunk_size)
+    o, final = LinearAttention.apply(*tensors, options, axis, sequence, kernels)
     return o, final
 
 
@@ -97,6 +101,7 @@ def _find_fault(
     bounds: Bounds | None,
     method: str,
     chunk_size: int | None,
+    backend: str,
 ) -> Exception | None:
     """The first thing wrong with this rank's arguments."""
     name, where = "linear_attention", f"(rank {rank})"
@@ -130,4 +135,8 @@ def _find_fault(
         return ValueError(f"{name}: method {method!r} is not one of auto, {', '.join(METHODS)} {where}")
     if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
         return ValueError(f"{name}: chunk_size must be a power of two, got {chunk_size} {where}")
+    if backend not in CHOICES:
+        return ValueError(f"{name}: backend {backend!r} is not one of {', '.join(CHOICES)} {where}")
+    if backend == "triton" and (reason := find_triton_fault(q, v, g, chunk_size or CHUNK_SIZE)):
+        return ValueError(f"{name}: backend 'triton' {reason} {where}; backend='torch' takes it")
     return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.comm import Call, Pending
 from weft.comm.path import Together
-from weft.linear_attention.chunk import ChunkBackward, ChunkForward
+from weft.linear_attention.backend import Kernel
 from weft.linear_attention.segments import Segment, SequencePlan
 from weft.scan import Affine, Form, schedule
 
@@ -26,7 +26,7 @@ class SegmentMap:
     document_rows: slice  # of all documents' states
 
 
-def segment_maps(plan: SequencePlan, kernels: Sequence[ChunkForward | ChunkBackward], batch: int) -> list[SegmentMap]:
+def segment_maps(plan: SequencePlan, kernels: Sequence[Kernel], batch: int) -> list[SegmentMap]:
     """The maps of all segments of this rank, run by run."""
     maps = []
     for index, (run, kernel) in enumerate(zip(plan.runs, kernels, strict=True)):
@@ -84,7 +84,7 @@ def _absorb(own: Affine, entering: Tensor | None) -> Affine:
 
 
 def states_by_run(
-    plan: SequencePlan, states: Sequence[Tensor | None], kernels: Sequence[ChunkForward | ChunkBackward]
+    plan: SequencePlan, states: Sequence[Tensor | None], kernels: Sequence[Kernel]
 ) -> list[Tensor | None]:
     """The segments' states put together for each run; None where all of them are zero."""
     joined: list[Tensor | None] = []

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
-from torch.utils.flop_counter import flop_registry
 
 from weft.world.machine import Machine
 
@@ -72,6 +71,8 @@ class CostMode(TorchDispatchMode):
         return out
 
     def _cost(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        from torch.utils.flop_counter import flop_registry  # imports triton where that is installed
+
         count = flop_registry.get(func._overloadpacket) or _FORMULAS.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count else 0
         touched = sum(t.numel() * t.element_size() for t in _tensors((args, tuple(kwargs.values()), out)))

@@ -42,3 +42,12 @@ class Machine:
     @property
     def counts_operators(self) -> bool:
         return self.flops < math.inf or self.memory_bandwidth < math.inf
+
+
+# One GPU of a cluster, by what its vendor says: dense tf32 products, which is what weft's Triton kernels take, memory
+# bandwidth, and a network link of its own (200, 400 and 400 Gbit/s) with 10 us of delay.
+PRESETS = {
+    "a100": Machine(latency=10e-6, bandwidth=25e9, flops=156e12, memory_bandwidth=2.0e12),
+    "h100": Machine(latency=10e-6, bandwidth=50e9, flops=495e12, memory_bandwidth=3.35e12),
+    "b200": Machine(latency=10e-6, bandwidth=50e9, flops=1100e12, memory_bandwidth=8.0e12),
+}

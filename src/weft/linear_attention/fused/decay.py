@@ -1,0 +1,169 @@
+"""Decays inside the Triton kernels: what `gate.py` and `gate_vector.py` are to the torch kernels.
+
+Every log that is exponentiated is a sum of logs between two tokens or a difference bounded by zero: no exp of a
+positive number. One decay per head: the cumulated logs of a chunk are fp64, and a difference is taken of their fp32
+head and remainder. One decay per key dimension: only logs between the two tokens are ever summed, so nothing cancels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLOOR = tl.constexpr(-1000.0)  # gate.py says why; exact in every dtype of g
+
+
+@triton.jit
+def load_tile(base, row, col, stride_t, length, DIM: tl.constexpr):
+    """Tokens ``row`` [BC], columns ``col`` [BD] of a chunk in fp32, zero beyond its length or DIM."""
+    mask = (row[:, None] < length) & (col[None, :] < DIM)
+    return tl.load(base + row[:, None] * stride_t + col[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(base, value, row, col, stride_t, length, DIM: tl.constexpr):
+    """The inverse of `load_tile`, in the dtype of the pointer."""
+    mask = (row[:, None] < length) & (col[None, :] < DIM)
+    tl.store(base + row[:, None] * stride_t + col[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def state_offsets(key, value, V: tl.constexpr):
+    """Offsets [BK, BV] into one state [K, V]."""
+    return key[:, None] * V + value[None, :]
+
+
+@triton.jit
+def load_state(local, entering, log, state, piece, key, value, K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr):
+    """The state of chunk ``state``: what its piece made of it, plus the decayed state that entered the piece, [BK, BV].
+
+    ``state`` and ``piece`` are indices with the head in them; ``log`` holds the decay between the piece's border and
+    the chunk's, one or K numbers for each chunk.
+    """
+    mask = (key[:, None] < K) & (value[None, :] < V)
+    offsets = state_offsets(key, value, V)
+    mine = tl.load(local + state * (K * V) + offsets, mask=mask, other=0.0)
+    came = tl.load(entering + piece * (K * V) + offsets, mask=mask, other=0.0)
+    if GATE == "vector":
+        came = came * tl.exp(tl.load(log + state * K + key, mask=key < K, other=0.0))[:, None]
+    elif GATE != "none":
+        came = came * tl.exp(tl.load(log + state))
+    return mine + came
+
+
+@triton.jit
+def to_gate(g, b, token, head, g_b, g_t, g_h, GATE: tl.constexpr):
+    """The pointer to the gate of a token and head."""
+    if GATE == "constant":
+        g += head
+    elif GATE != "none":
+        g += b * g_b + token * g_t + head * g_h
+    return g
+
+
+@triton.jit
+def cumulate_logs(g, first, length, stride_t, GATE: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
+    """Sum of the logs from the start of a chunk up to and with each of the BR tokens from ``first`` on, in fp64."""
+    before = total_log(g, 0, tl.minimum(first, length), stride_t, GATE, BC)
+    return before + block_logs(g, first, length, stride_t, GATE, BR)
+
+
+@triton.jit
+def total_log(g, first, length, stride_t, GATE: tl.constexpr, BC: tl.constexpr):
+    """Sum of the logs of the tokens from ``first`` up to ``length`` in fp64, BC of them at most: one decay per head."""
+    if GATE == "constant":
+        step = tl.maximum(tl.load(g).to(tl.float32), FLOOR).to(tl.float64)
+        return tl.minimum(tl.maximum(length - first, 0), BC).to(tl.float64) * step
+    return tl.sum(load_steps(g, first + tl.arange(0, BC), length, stride_t), 0)
+
+
+@triton.jit
+def block_logs(g, first, length, stride_t, GATE: tl.constexpr, BR: tl.constexpr):
+    """Sum of the logs from ``first`` up to and with each of BR tokens in fp64: one decay per head."""
+    if GATE == "constant":
+        step = tl.maximum(tl.load(g).to(tl.float32), FLOOR).to(tl.float64)
+        return tl.minimum(tl.arange(0, BR) + 1, tl.maximum(length - first, 0)).to(tl.float64) * step
+    return tl.cumsum(load_steps(g, first + tl.arange(0, BR), length, stride_t), 0)
+
+
+@triton.jit
+def load_steps(g, row, length, stride_t):
+    """Logs of tokens, bounded below, in fp64: one decay per head."""
+    step = tl.load(g + row * stride_t, mask=row < length, other=0.0).to(tl.float32)
+    return tl.maximum(step, FLOOR).to(tl.float64)
+
+
+@triton.jit
+def decay_between(cumulated_i, cumulated_j):
+    """Decay from token j to token i >= j, [I, J]; where i < j it is one.
+
+    After a strong gate the cumulated logs are large and their differences small: the difference of the fp32 heads is
+    exact there, and that of the remainders brings back what the heads have lost.
+    """
+    head_i, head_j = cumulated_i.to(tl.float32), cumulated_j.to(tl.float32)
+    rest_i = (cumulated_i - head_i.to(tl.float64)).to(tl.float32)
+    rest_j = (cumulated_j - head_j.to(tl.float64)).to(tl.float32)
+    log = (head_i[:, None] - head_j[None, :]) + (rest_i[:, None] - rest_j[None, :])
+    return tl.exp(tl.minimum(log, 0.0))
+
+
+@triton.jit
+def load_logs(g, row, col, stride_t, length, K: tl.constexpr):
+    """Logs of tokens, bounded below, [BR, BK]: one decay per key dimension."""
+    return tl.maximum(load_tile(g, row, col, stride_t, length, K), FLOOR)
+
+
+@triton.jit
+def sum_blocks(g, first, last, key, stride_t, length, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """Sum of the logs of the blocks of BR tokens from ``first`` up to ``last``, [BK]: one decay per key dimension."""
+    total = tl.zeros([BK], dtype=tl.float32)
+    for block in range(first, last):
+        total += tl.sum(load_logs(g, block * BR + tl.arange(0, BR), key, stride_t, length, K), 0)
+    return total
+
+
+@triton.jit
+def since_block(g, row, key, stride_t, length, K: tl.constexpr):
+    """Log decay from the start of a block of tokens up to and with each of them, [BR, BK]."""
+    return tl.cumsum(load_logs(g, row, key, stride_t, length, K), 0)
+
+
+@triton.jit
+def until_block(g, row, end, key, stride_t, length, K: tl.constexpr):
+    """Log decay after each token of a block to the block's ``end``, [BR, BK]."""
+    return tl.cumsum(load_logs(g, row + 1, key, stride_t, tl.minimum(end, length), K), 0, reverse=True)
+
+
+@triton.jit
+def within_half(row, level):
+    """Pairs (i, t) between i and the middle of its block of 2 * 2**level tokens.
+
+    In the second half those from the middle up to and with i, in the first half those after i.
+    """
+    half = row >> level
+    is_second = (half & 1) == 1
+    return (half[:, None] == half[None, :]) & (is_second[:, None] == (row[None, :] <= row[:, None]))
+
+
+@triton.jit
+def over_middle(row, level):
+    """Pairs (i, j) with i in the second half and j in the first half of one block of 2 * 2**level tokens."""
+    half = row >> level
+    return ((half[:, None] & 1) == 1) & (half[:, None] == half[None, :] + 1)
+
+
+@triton.jit
+def decay_to_middle(logs, row, level, LOGS: tl.constexpr):
+    """Decay between each token and the middle of its block of 2 * 2**level tokens, [BR, BK].
+
+    The sums are a product with zeros and ones, exact in tf32; so are logs of half precision. LOGS = "fp32" are taken
+    as two numbers that tf32 holds.
+    """
+    pairs = within_half(row, level).to(tl.float32)
+    if LOGS == "fp32":
+        head = (logs.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        total = tl.dot(pairs, logs - head, input_precision="tf32")
+        total = tl.dot(pairs, head, total, input_precision="tf32")
+    else:
+        total = tl.dot(pairs, logs, input_precision="tf32")
+    return tl.exp(tl.minimum(total, 0.0))

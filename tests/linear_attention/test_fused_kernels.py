@@ -1,0 +1,280 @@
+"""The Triton kernels in Triton's interpreter against the fp64 recurrence, the torch kernels and over virtual ranks.
+
+A case takes seconds there: a slice of the matrix runs with `make test`, all of it with `make soak`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from interpreter import Interpreter
+from test_chunk_kernels import DECAYS, GATES, Case, mild, mixed, resets, slow, strong, zero
+from test_linear_attention import Case as RankCase
+from test_linear_attention import cases as rank_cases
+from test_linear_attention import check as check_ranks
+from torch import Tensor
+
+import weft
+from weft.linear_attention.fused import tiling
+from weft.linear_attention.fused.phases import FusedBackward, FusedForward
+from weft.scan import METHODS
+
+FUSED = FusedForward, FusedBackward
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-4}
+
+
+@contextmanager
+def small_blocks(programs: int = 512, piece: int = 2) -> Iterator[None]:
+    """Pieces of two chunks, so that short sequences have several."""
+    before = tiling.PROGRAMS, tiling.PIECE
+    tiling.PROGRAMS, tiling.PIECE = programs, piece
+    try:
+        yield
+    finally:
+        tiling.PROGRAMS, tiling.PIECE = before
+
+
+@contextmanager
+def no_positive_exponent() -> Iterator[list[float]]:
+    """Watches every exponential of the interpreter: the list gets the largest argument of each."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    seen: list[float] = []
+    before = InterpreterBuilder.create_exp
+
+    def watch(self, argument):
+        seen.append(float(argument.data.max()))
+        return before(self, argument)
+
+    InterpreterBuilder.create_exp = watch
+    try:
+        yield seen
+    finally:
+        InterpreterBuilder.create_exp = before
+
+
+def strided(case: Case) -> None:
+    """The same numbers as slices of a fused projection, heads first, and with a last dimension that is not dense."""
+    case.q, case.k = torch.cat([case.q, case.k, case.v[:, :, : case.q.shape[2]]], -1).split(
+        [case.q.shape[-1], case.q.shape[-1], case.v.shape[-1]], -1
+    )[:2]
+    case.v = case.v.transpose(1, 2).contiguous().transpose(1, 2)
+    case.do = case.do.transpose(2, 3).contiguous().transpose(2, 3)
+    if case.g is not None and case.g.dim() > 1:
+        case.g = case.g.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def errors(shape: tuple, fill: Callable, chunk: int, dtype: torch.dtype, views: bool = False) -> dict[str, float]:
+    """Of every result against the recurrence in fp64, relative to its largest entry."""
+    kind, b, lengths, h, hv, k, v, late = shape
+    case = Case(kind, b, list(lengths), h, hv, k, v, fill, late)
+    case.round(dtype)
+    if views:
+        strided(case)
+    expected = case.expected()
+    with small_blocks(), no_positive_exponent() as exponents:
+        actual = case.actual(chunk, dtype, FUSED)
+    assert expected.keys() == actual.keys()
+    assert (max(exponents, default=0.0) <= 0.0) and (kind == "none" or exponents or not sum(lengths))
+    found = {}
+    for name, want in expected.items():
+        got = actual[name].double()
+        assert got.shape == want.shape and torch.isfinite(got).all(), name
+        found[name] = ((got - want).abs().max() / want.abs().max().clamp(min=1e-290)).item() if want.numel() else 0.0
+    if case.g is not None:
+        assert (actual["dg"][torch.isinf(case.g)] == 0).all()
+    return found
+
+
+def check(
+    interpreter: Interpreter, shape: tuple, fill: Callable, chunk: int, dtype: torch.dtype, views: bool = False
+) -> None:
+    found = interpreter.run(errors, shape, fill, chunk, dtype, views)
+    worst = max(found, key=found.__getitem__)
+    assert found[worst] <= TOLERANCE[dtype], f"{worst}: {found[worst]:.2e}"
+
+
+def soaked(value: str) -> object:
+    """A parameter for `make soak` alone."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+DENSE = (1, (35,), 1, 2, 24, 20, True)
+PACKED = (1, (5, 0, 33, 1, 0), 1, 2, 8, 40, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunk", "dtype"),
+    [
+        ("none", 16, torch.float16),
+        ("constant", 32, torch.float32),
+        ("scalar_v", 16, torch.float16),
+        ("vector", 32, torch.float32),
+        ("vector_v", 16, torch.float16),
+    ],
+)
+def test_uneven_lengths_and_shared_heads(interpreter: Interpreter, kind: str, chunk: int, dtype: torch.dtype) -> None:
+    check(interpreter, (kind, *DENSE), mild, chunk, dtype)
+
+
+@pytest.mark.parametrize("kind", ["constant_v", "vector"])
+def test_packed_with_empty_documents(interpreter: Interpreter, kind: str) -> None:
+    check(interpreter, (kind, *PACKED), mild, 32, torch.float32)
+
+
+@pytest.mark.parametrize(("kind", "fill"), [("scalar", resets), ("vector", strong)])
+def test_strong_gates(interpreter: Interpreter, kind: str, fill: Callable) -> None:
+    check(interpreter, (kind, 1, (40,), 1, 1, 8, 8, True), fill, 32, torch.float32)
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [("scalar", 128), ("vector", 64)])
+def test_chunks_of_several_blocks(interpreter: Interpreter, kind: str, chunk: int) -> None:
+    check(interpreter, (kind, 1, (150,), 1, 1, 8, 8, True), mixed, chunk, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["vector"])
+def test_blocks_of_k_and_v(interpreter: Interpreter, kind: str) -> None:
+    """More key and value dimensions than one block has."""
+    check(interpreter, (kind, 1, (16,), 1, 1, 40, 50, True), mild, 16, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["scalar"])
+def test_strided_inputs(interpreter: Interpreter, kind: str) -> None:
+    check(interpreter, (kind, 2, (14,), 1, 1, 8, 8, False), mild, 16, torch.float32, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("chunk", [16, 32, 64, 128])
+@pytest.mark.parametrize("kind", DECAYS)
+def test_every_shape(interpreter: Interpreter, kind: str, chunk: int, dtype: torch.dtype) -> None:
+    for shape in (
+        (2, (chunk * 3 - 5,), 2, 4, 24, 40, True),
+        (1, (5, 0, chunk + 3, chunk, 1, 0), 1, 2, 40, 16, True),
+        (1, (chunk + 1,), 1, 1, 130, 200, False),
+        (1, (0,), 1, 1, 8, 8, True),
+    ):
+        check(interpreter, (kind, *shape), mild, chunk, dtype)
+    check(interpreter, (kind, 1, (chunk + 9,), 1, 2, 16, 8, True), mild, chunk, dtype, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("fill", [slow, zero, strong, mixed, resets])
+@pytest.mark.parametrize("kind", GATES)
+def test_every_gate(interpreter: Interpreter, kind: str, fill: Callable) -> None:
+    for chunk in (16, 64, 128):
+        check(interpreter, (kind, 1, (230, 37), 1, 2, 16, 16, True), fill, chunk, torch.float32)
+
+
+def same_bits(kind: str) -> None:
+    case = Case(kind, 1, [33], 1, 1, 8, 8)
+    with small_blocks(piece=1):
+        first, again = (case.actual(16, torch.float32, FUSED) for _ in range(2))
+    assert all(torch.equal(again[name], x) for name, x in first.items())
+
+
+@pytest.mark.parametrize("kind", [soaked("scalar"), "vector"])
+def test_same_inputs_same_bits(interpreter: Interpreter, kind: str) -> None:
+    interpreter.run(same_bits, kind)
+
+
+def reset_is_complete(kind: str) -> None:
+    case = Case(kind, 1, [40], 1, 1, 8, 8)
+    assert case.g is not None
+    case.g[:, 21] = -math.inf
+    one = case.actual(32, torch.float32, FUSED)
+    case.v[:, :21] *= 1e3
+    case.entering = None
+    two = case.actual(32, torch.float32, FUSED)
+    assert torch.equal(one["o"][:, 21:], two["o"][:, 21:]) and torch.equal(one["leaving"], two["leaving"])
+
+
+@pytest.mark.parametrize("kind", [soaked("scalar"), "vector"])
+def test_nothing_before_a_reset_shows_after_it(interpreter: Interpreter, kind: str) -> None:
+    interpreter.run(reset_is_complete, kind)
+
+
+def pieces_change_nothing(kind: str) -> float:
+    case = Case(kind, 1, [70], 1, 1, 8, 8)
+    results = []
+    for programs, piece in ((1, 100), (512, 2)):
+        with small_blocks(programs, piece):
+            results.append(case.actual(16, torch.float32, FUSED))
+    return max((other[name] - x).abs().max().item() for other in results[1:] for name, x in results[0].items())
+
+
+@pytest.mark.parametrize("kind", [soaked("scalar"), "vector"])
+def test_pieces_of_segments_change_nothing(interpreter: Interpreter, kind: str) -> None:
+    assert 0 < interpreter.run(pieces_change_nothing, kind) < 2e-5
+
+
+def over_ranks(decay: str, name: str, size: int, layout: str, methods: list[str]) -> None:
+    """The check of `test_linear_attention` with backend="triton"."""
+    before = weft.linear_attention
+    weft.linear_attention = functools.partial(before, backend="triton")
+    try:
+        for method in methods:
+            case: RankCase = rank_cases(size)[name]
+            check_ranks(decay, case, layout, method, tolerance=2e-5, dtype=torch.float32, chunk_size=16)
+    finally:
+        weft.linear_attention = before
+
+
+@pytest.mark.parametrize(
+    ("decay", "name", "size", "layout", "method"),
+    [
+        ("none", "uneven", 2, "contiguous", "ring"),
+        ("constant", "missing", 3, "contiguous", "gather"),
+        ("scalar", "packed", 3, "zigzag", "doubling"),
+        ("vector", "even", 2, "zigzag", "auto"),
+    ],
+)
+def test_over_ranks(interpreter: Interpreter, decay: str, name: str, size: int, layout: str, method: str) -> None:
+    interpreter.run(over_ranks, decay, name, size, layout, [method])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["even", "uneven", "missing", "packed", "one document"])
+@pytest.mark.parametrize("decay", ["none", "constant", "scalar", "vector"])
+def test_every_method_over_ranks(interpreter: Interpreter, decay: str, name: str, size: int, layout: str) -> None:
+    interpreter.run(over_ranks, decay, name, size, layout, list(METHODS))
+
+
+def backends_agree(decay: str, dtype: torch.dtype) -> float:
+    """The whole operation, one process: Triton against torch, outputs and all gradients."""
+    make = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make).to(dtype)
+
+    q, k, v, start = draw(1, 37, 1, 8), draw(1, 37, 1, 8), draw(1, 37, 2, 16), draw(1, 2, 8, 16).float()
+    g = {"none": None, "constant": -draw(2).abs(), "scalar": -draw(1, 37, 1).abs(), "vector": -draw(1, 37, 2, 8).abs()}[
+        decay
+    ]
+    inputs = [x.requires_grad_() for x in (q, k, v, g, start) if x is not None]
+    found = []
+    for backend in ("torch", "triton"):
+        o, final = weft.linear_attention(
+            q, k, v, g, initial_state=start, output_final_state=True, backend=backend, chunk_size=16
+        )
+        assert o.dtype == dtype and final.dtype == torch.float32
+        loss = (o.float() * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() + final.sum()
+        found.append([o, final, *torch.autograd.grad(loss, inputs)])
+    return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("decay", "dtype"), [("none", torch.float16), ("constant", torch.float32), ("vector", torch.float16)]
+)
+def test_the_operation_agrees_with_torch(interpreter: Interpreter, decay: str, dtype: torch.dtype) -> None:
+    assert interpreter.run(backends_agree, decay, dtype) < (1e-3 if dtype == torch.float16 else 5e-6)

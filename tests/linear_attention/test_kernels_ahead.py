@@ -1,0 +1,93 @@
+"""The Triton kernels compiled for GPUs that are not here: no spills, and bf16 differs from fp16 in loads and stores."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+
+from weft.bench.kernels import DECAYS, GPUS
+from weft.linear_attention.fused.ahead import Shape, _specialise, compile_for, launches
+from weft.linear_attention.fused.launch import Launch
+from weft.linear_attention.fused.operators import _SCHEMAS
+from weft.linear_attention.fused.tiling import KERNELS
+
+
+def check(made: Launch, capability: int) -> None:
+    compiled = compile_for(made, capability)
+    where = f"{made.kernel.__name__} {made.constants} on sm_{capability}"
+    assert compiled.spilled == 0, f"{where} spills {compiled.spilled} bytes"
+    assert made.stages == 2 and compiled.shared <= GPUS[capability].shared_of_program, where
+    assert 0 < compiled.registers <= 255
+    assert (compiled.matrix > 0) == (made.kernel.__name__ != "scan_pieces"), where
+    assert not re.search(r"\b(?:atom|red)\.", compiled.ptx), f"{where} has atomics"
+
+
+def test_every_kernel_compiles_without_spills() -> None:
+    """One class, each kernel for one of the three architectures; `make soak` takes all."""
+    found = launches(Shape("scalar"))
+    assert {one.name for one in found} == set(KERNELS) == set(_SCHEMAS)
+    for number, one in enumerate(found):
+        check(one.launch, list(GPUS)[number % 3])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("chunk", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_every_class_compiles_without_spills(decay: str, dtype: torch.dtype, chunk: int) -> None:
+    for keys, values in ((64, 64), (128, 128), (256, 256), (128, 256), (96, 80)):
+        shape = Shape(decay, keys, values, chunk, dtype)
+        others = [shape, replace(shape, gate_dtype=dtype)] if decay == "vector" and keys == 128 else [shape]
+        for one in [one for other in others for one in launches(other)]:
+            for capability in GPUS:
+                check(one.launch, capability)
+
+
+def test_a_spill_is_found() -> None:
+    """The measure itself: a kernel whose blocks are too large is found to spill."""
+    made = next(one.launch for one in launches(Shape("scalar", dtype=torch.float32)) if one.name == "output_intra")
+    large = replace(made, constants=made.constants | {"BR": 64, "BK": 64, "BV": 64}, warps=4)
+    assert compile_for(large, 80).spilled > 0
+
+
+def lower(made: Launch) -> str:
+    """The kernel in Triton's own IR, before anything is decided for a GPU."""
+    from triton._C.libtriton import ir
+
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    signature, constants, attributes = _specialise(made)
+    source = ASTSource(made.kernel, signature, constants, attributes)
+    options = backend.parse_options({**made.options, **source.parse_options()})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    return str(source.make_ir(target, options, functions, modules, context))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_bf16_and_fp16_differ_in_loads_and_stores_only(decay: str) -> None:
+    """Triton's interpreter cannot do arithmetic in bf16; it need not: there is none. What it proves of fp16 holds."""
+    for gate_dtype in (None, torch.float32):
+        bf16, fp16 = (
+            launches(Shape(decay, 96, 80, 64, dtype, gate_dtype or dtype)) for dtype in (torch.bfloat16, torch.float16)
+        )
+        for one, other in zip(bf16, fp16, strict=True):
+            texts = [re.sub(r" loc\(.*?\)|^#loc.*$", "", lower(x.launch), flags=re.M) for x in (one, other)]
+            # The types, and the names of functions, which hold them ("Pfp16").
+            assert texts[0].replace("bf16", "f16") == texts[1].replace("Pfp16", "Pf16"), one.name
+            assert "bf16" in texts[0] or one.name == "scan_pieces"
+            for line in (line for line in texts[0].splitlines() if "bf16" in line):
+                operation = re.search(r"= ([\w.]+)|^\s*(tt\.store|tt\.func|tt\.call)", line)
+                assert operation is None or (operation[1] or operation[2]) in (
+                    "tt.load", "tt.store", "tt.func", "tt.call", "tt.splat", "tt.addptr", "tt.broadcast", "arith.extf",
+                    "arith.truncf", "arith.constant", "ub.poison",
+                ), line  # fmt: skip
