@@ -39,6 +39,7 @@ class Plan:
     home: Place
     layout: Layout
     replicated: bool  # over the tensor axis, as a plain tensor: its gradients must be the same there
+    elements: int  # of the whole, the same on every rank
 
     @property
     def wide(self) -> torch.dtype:
@@ -66,10 +67,6 @@ class Plan:
     def weight_route(self) -> Route:
         roles = tuple(Replicated() if isinstance(role, Averaged) else role for role in self.route.roles)
         return Route(self.route.whole, roles, self.route.owner, self.route.dtype, self.route.device)
-
-    @property
-    def elements(self) -> int:
-        return torch.Size(self.route.whole).numel()
 
 
 class Planner:
@@ -111,17 +108,21 @@ class Planner:
             replicated = not is_dtensor(parameter) and any(isinstance(role, Replicated) for role in placement.roles)
             plans[index] = Plan(
                 names[index], rule, placement, owners, route, everywhere, home, rule.layout(whole, wide, settings),
-                replicated,
+                replicated, _elements(parameter, placement),
             )  # fmt: skip
         return [plans[index] for index in range(len(parameters))]
 
 
 def _cost(parameter: Tensor, placement: Placement, group: dict[str, Any]) -> float:
     """What the work on a parameter costs, the same on every rank: decompositions and a pass over the elements."""
-    elements = parameter.numel() if is_dtensor(parameter) else torch.Size(placement.whole).numel()
+    elements = _elements(parameter, placement)
     if not is_matrix(parameter, group):
         return elements
     return elements + sum(dim**3 for dim in placement.whole if dim <= group["max_factor_dim"])
+
+
+def _elements(parameter: Tensor, placement: Placement) -> int:
+    return parameter.numel() if is_dtensor(parameter) else torch.Size(placement.whole).numel()
 
 
 def in_waves(plans: Sequence[Plan]) -> list[list[int]]:
