@@ -123,6 +123,27 @@ def test_a_gradient_that_is_missing_on_some_ranks(index: int) -> None:
         assert kept and torch.equal(after, good[rank])
 
 
+def test_a_fault_of_one_rank_reaches_all_of_a_mesh() -> None:
+    """Ranks that share no group with it must not be left waiting."""
+
+    def program(axis: weft.Axis) -> tuple[str, Tensor]:
+        row, column = divmod(axis.rank, 2)
+        weight = torch.nn.Parameter(torch.ones(2, 3))
+        optimizer = weft.REKLS(
+            [{"params": [weight], "partition_dim": 0}], lr=0.1, variant="stable",
+            group=axis.subset([2 * row, 2 * row + 1]), data_group=axis.subset([column, 2 + column]),
+        )  # fmt: skip
+        weight.grad = None if axis.rank == 3 else torch.ones(2, 3)
+        with pytest.raises(ValueError, match="has no gradient on rank 1 of 2, but on other ranks") as caught:
+            optimizer.step()
+        weight.grad = torch.ones(2, 3)
+        optimizer.step()
+        return str(caught.value), weight.detach()
+
+    results = virtual_world(4).run(program).results
+    assert len({words for words, _ in results}) == 1 and all((weight < 1).all() for _, weight in results)
+
+
 def test_a_gradient_that_is_missing_everywhere_is_passed_over() -> None:
     def program(axis: weft.Axis) -> list[float]:
         made = Run(axis)

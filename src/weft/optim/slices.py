@@ -51,7 +51,6 @@ def cut_bucket(lengths: Sequence[int], ranks: int) -> list[list[Range]]:
     ranges, start = [], 0
     for length in lengths:
         bounds = [min(max(0, rank * each - start), length) for rank in range(ranks + 1)]
-        bounds[-1] = length
         ranges.append(list(itertools.pairwise(bounds)))
         start += length
     return ranges
