@@ -120,8 +120,10 @@ class Call:
 
     def _recorded(self, pending: Pending[None], event: ledger.Event) -> Pending[None]:
         def finish() -> None:
+            start = self.wire.clock()
             pending.wait()
             event.finish(self.wire.clock())
+            event.waited += (event.end or start) - start
 
         return Pending(finish)
 

@@ -21,7 +21,8 @@ class Event:
 
     ``sends`` and ``receives`` are (peer, bytes); ``end`` is None until it has been waited for. ``lane`` is
     the axis it ran on, or an operation's lanes; ``tag`` tells the messages of one call from those of another.
-    ``began``, ``received`` and ``ended`` order what happened on a rank, where clocks may stand still.
+    ``began``, ``received`` and ``ended`` order what happened on a rank, where clocks may stand still. ``waited``: the
+    seconds that the rank stood in its ``wait()``.
     """
 
     operation: str
@@ -35,6 +36,7 @@ class Event:
     began: int = field(default_factory=lambda: next(_ticks))
     received: int | None = None
     ended: int | None = None
+    waited: float = 0.0
 
     def receive(self) -> None:
         """What it receives is there; what it sends may still be on its way."""

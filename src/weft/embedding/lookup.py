@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from weft.comm import Ledger
+from weft.comm.ledger import record
 from weft.embedding.exchange import RowExchange
 from weft.embedding.gather import all_rows
 from weft.embedding.table import RowTable
@@ -21,7 +25,8 @@ class Lookup(torch.autograd.Function):
     | rows    | [U, d]          | pulled before: ids out, rows in                                            |
     | grad    | [*ids.shape, d] | its sums over equal ids, [U, d] in the table's dtype, to the owners        |
 
-    The owner's sums are there when the whole backward has ended, as ``weight.grad``: messages travel under the rest.
+    The owner's sums are there when the whole backward has ended, as ``weight.grad``: messages travel under the rest. With
+    ``table.collects_late`` they are taken when the optimizer asks, so that messages travel under other work, too.
     """
 
     @staticmethod
@@ -39,14 +44,16 @@ class Lookup(torch.autograd.Function):
             grads = exchange.sum(0, grad.reshape(-1, grad.shape[-1]), table.weight.dtype)
             if padding_slot is not None:
                 grads[exchange[0].needed.unique == padding_slot] = 0
-            coming = exchange.push([grads])
+            with record() if table.collects_late else nullcontext(Ledger()) as ledger:
+                coming = exchange.push([grads])
+            table.pushes.events += ledger.events
 
             @torch.no_grad()
             def collect() -> None:
                 ((places, sums),) = exchange.merge(coming.wait(), table.memory)
                 table.add_gradient(places, sums.mul_(table.scale))
 
-        at_the_end_of_backward(collect)
+        _take_later(table, collect)
         return None, None, None, None, None, None
 
 
@@ -64,7 +71,9 @@ class WholeTable(torch.autograd.Function):
         axis, ownership = table.axis, table.ownership
         call = axis.begin("embedding.gather.backward", ownership)
         parts = [grad[ownership.ids(rank)].to(table.weight.dtype) for rank in range(axis.size)]
-        coming = call.sum_to_owners([part.contiguous() for part in parts])
+        with record() if table.collects_late else nullcontext(Ledger()) as ledger:
+            coming = call.sum_to_owners([part.contiguous() for part in parts])
+        table.pushes.events += ledger.events
 
         @torch.no_grad()
         def collect() -> None:
@@ -72,10 +81,13 @@ class WholeTable(torch.autograd.Function):
             places = torch.arange(len(sums), device=sums.device)
             table.add_gradient(places, sums)
 
-        at_the_end_of_backward(collect)
+        _take_later(table, collect)
         return None, None
 
 
-def at_the_end_of_backward(action: Any) -> None:
-    """Do this when the backward under way has ended, in the thread that called it; in the order asked for."""
-    Variable._execution_engine.queue_callback(action)
+def _take_later(table: RowTable, collect: Callable[[], None]) -> None:
+    """When the backward under way has ended, in the thread that called it; or when the table's optimizer asks."""
+    if table.collects_late:
+        table.arriving.append(collect)
+    else:
+        Variable._execution_engine.queue_callback(collect)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from weft.comm import Axis
+from weft.comm import Axis, Ledger
 from weft.embedding.compact import compact, segment_sum
 from weft.embedding.ownership import Ownership
 from weft.embedding.spare import SpareMemory
@@ -45,6 +45,9 @@ class RowTable:
         self.version = 0  # rises with every step
         self._own_writes = self._stepped_by_others = 0
         self._changed: Tensor | None = None  # for each own row the version it last changed in, once somebody asks
+        self.collects_late = False  # whether gradients that have arrived are summed when asked for, not in the backward
+        self.arriving: list[Callable[[], None]] = []  # what will take them, in the order of backwards
+        self.pushes = Ledger()  # of those gradients
         self._awaiting: list[Tensor] = []  # places that have been pulled and will get a gradient before the next step
         weight.row_table = self  # type: ignore[attr-defined]
 
@@ -79,8 +82,20 @@ class RowTable:
         ids = self.ownership.ids(self.axis.rank)
         return (rows - ids.start) // (ids.step or 1)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient, or one under way."""
+        return self.weight.grad is not None or bool(self.arriving)
+
+    def collect(self) -> None:
+        """Wait for gradients under way; they are then in ``weight.grad``."""
+        arriving, self.arriving = self.arriving, []
+        for take in arriving:
+            take()
+
     def gradient(self) -> tuple[Tensor, Tensor] | None:
         """(places ``[M]``, rows ``[M, d]``) of the gradient that has arrived here; None if there is none."""
+        self.collect()
         grad = self.weight.grad
         if grad is None:
             return None

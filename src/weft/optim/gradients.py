@@ -6,14 +6,17 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.dtensor import local_of
 from weft.errors import name_ranks
 from weft.optim.verdict import tell_all
+
+if TYPE_CHECKING:
+    from weft.optim.part import Examined
 
 _BITS = 62  # of an integer, for a bit each
 _ALIKE = 1e-3  # how far the norm of replicated gradients may differ between ranks: rounding, not another batch
@@ -23,7 +26,7 @@ _ALIKE = 1e-3  # how far the norm of replicated gradients may differ between ran
 class _Options:
     """What the ranks must have in common in a step."""
 
-    settings: tuple[object, ...]
+    settings: object
 
 
 @dataclass(frozen=True)
@@ -35,44 +38,51 @@ class Findings:
     found_inf: bool
 
 
-def compare_gradients(
-    optimizer: str, parameters: Sequence[Tensor], names: Sequence[str], axes: Sequence[Axis],
-    settings: tuple[object, ...], *, found_inf: bool, fault: Exception | None,
-    replicated: Sequence[bool] = (), replicated_over: Axis | None = None,
-) -> Findings:  # fmt: skip
+def compare_gradients(optimizer: str, examined: Examined, axes: Sequence[Axis], *, found_inf: bool) -> Findings:
     """Compare over all ranks: integers only, one small round for each axis.
 
-    Raises on every rank if a gradient is missing on some or sparse, if those of ``replicated`` parameters differ
-    between the ranks of ``replicated_over``, if ranks have other ``settings``, or if one has found a ``fault``.
+    Raises on every rank if a gradient is missing on some or sparse, if those that must be ``alike`` differ, if ranks
+    have other ``settings``, or if one has found a ``fault``.
     """
-    grads = [None if parameter.grad is None else local_of(parameter.grad) for parameter in parameters]
-    bits = [sum((grad is not None) << at for at, grad in enumerate(grads[start : start + _BITS]))
-            for start in range(0, len(grads), _BITS)]  # fmt: skip
+    names, grads, present = examined.names, examined.grads, examined.present
+    bits = [sum(has << at for at, has in enumerate(present[start : start + _BITS]))
+            for start in range(0, len(present), _BITS)]  # fmt: skip
     rank = axes[-1].rank if axes else 0
-    fault = fault or _find_sparse(optimizer, grads, names, rank)
+    fault = examined.fault or _find_sparse(optimizer, grads, names, rank)
     bad = 0 if fault else _first_nonfinite(grads)
-    alike = [grad for grad, same in zip(grads, replicated, strict=False) if same and grad is not None]
-    # found_inf, 1 + the parameter that is not finite, its rank on each axis; norm; bits of all ranks; bits of any
+    alike = [axis for axis in axes if any(axis is one for one in examined.alike)]
+    norms = [0.0 if fault else _norm(_of(examined, axis)) for axis in alike]
+    # found_inf, 1 + the parameter that is not finite, its rank on each axis; norms; bits of all ranks; bits of any
     head = [int(found_inf), bad, *(axis.rank for axis in axes)]
-    numbers = [*head, struct.unpack("q", struct.pack("d", 0.0 if fault else _norm(alike)))[0], *bits, *bits]
+    middle = [struct.unpack("q", struct.pack("d", norm))[0] for norm in norms]
+    after = len(head) + len(middle)
 
     def merge(axis: Axis, told: list[tuple[int, ...]]) -> list[int]:
         first = next((row for row in told if row[1]), told[0])
-        columns = list(zip(*(row[len(head) :] for row in told), strict=True))
-        everywhere = [_over(column, both=True) for column in columns[1 : 1 + len(bits)]]
-        anywhere = [_over(column, both=False) for column in columns[1 + len(bits) :]]
-        _refuse_missing(
-            optimizer, axis, names, [row[len(head) + 1 : len(head) + 1 + len(bits)] for row in told], anywhere
-        )
-        if axis is replicated_over and not first[1]:
-            _refuse_different(optimizer, axis, columns[0])
-        return [max(row[0] for row in told), *first[1 : len(head)], columns[0][0], *everywhere, *anywhere]
+        columns = list(zip(*(row[after:] for row in told), strict=True))
+        everywhere = [_over(column, both=True) for column in columns[: len(bits)]]
+        anywhere = [_over(column, both=False) for column in columns[len(bits) :]]
+        _refuse_missing(optimizer, axis, names, [row[after : after + len(bits)] for row in told], anywhere)
+        if not first[1]:
+            for place, one in enumerate(alike):
+                if one is axis:
+                    _refuse_different(optimizer, axis, tuple(row[len(head) + place] for row in told))
+        return [
+            max(row[0] for row in told), *first[1 : len(head)], *told[0][len(head) : after], *everywhere, *anywhere
+        ]  # fmt: skip
 
-    known = tell_all(axes, f"{optimizer}.step", _Options(settings), numbers, merge, fault)
-    present = [bool(known[len(head) + 1 + at // _BITS] >> at % _BITS & 1) for at in range(len(grads))]
+    known = tell_all(
+        axes, f"{optimizer}.step", _Options(examined.settings), [*head, *middle, *bits, *bits], merge, fault
+    )
+    has = [bool(known[after + at // _BITS] >> at % _BITS & 1) for at in range(len(present))]
     where = ", ".join(f"rank {rank} of {axis.size}" for axis, rank in zip(axes, known[2 : len(head)], strict=True))
     words = f"the gradient of {names[known[1] - 1]} is not finite" if known[1] else None
-    return Findings(present, words and words + (f" on {where}" if where else ""), bool(known[0]))
+    return Findings(has, words and words + (f" on {where}" if where else ""), bool(known[0]))
+
+
+def _of(examined: Examined, axis: Axis) -> list[Tensor]:
+    """The gradients that must be the same over the ranks of an axis."""
+    return [g for g, one in zip(examined.grads, examined.alike, strict=True) if one is axis and g is not None]
 
 
 def _find_sparse(optimizer: str, grads: Sequence[Tensor | None], names: Sequence[str], rank: int) -> Exception | None:

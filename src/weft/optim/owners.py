@@ -231,6 +231,11 @@ def _filled(parcels: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
     return [(rank, tensors) for rank, tensors in kept if tensors]
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are; of a meta tensor, whose step is made in virtual time, that is assumed."""
+    return tensor.is_meta or bool(torch.isfinite(tensor).all())
+
+
 def _joined(role: Role, parts: list[Tensor]) -> Tensor:
     """The pieces of all ranks of an axis as one tensor."""
     if isinstance(role, Sharded):
@@ -240,7 +245,7 @@ def _joined(role: Role, parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     total.div_(len(parts))
-    if bool(torch.isfinite(total).all()):
+    if is_finite(total):
         return total
     total = parts[0].to(wide) / len(parts)  # the sum does not fit, but the mean does
     for part in parts[1:]:

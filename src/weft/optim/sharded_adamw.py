@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch.optim.adamw import adamw
 
 from weft.comm import Axis
 from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
-from weft.optim.gradients import compare_gradients
-from weft.optim.owner_optimizer import OwnerOptimizer
-from weft.optim.owners import Averaged, Owners, Route, Travel
+from weft.optim.owners import Averaged, Held, Owners, Route, Travel
+from weft.optim.part import Examined, StepPart
 from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
 from weft.optim.sharded_state import load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets
@@ -40,14 +39,20 @@ class _Piece:
 
 @dataclass
 class _Bucket:
-    """Pieces that travel together, in the step under way."""
+    """Pieces that travel together, in the step under way. ``states``: what owned pieces' states will be."""
 
     pieces: list[_Piece]
-    gradients: Travel
+    gradients: Travel | None = None
+    arrived: Held | None = None
     weights: Travel | None = None
+    states: list[tuple[_Piece, dict[str, Tensor]]] = field(default_factory=list)
+
+    @property
+    def routes(self) -> list[Route]:
+        return [piece.route for piece in self.pieces]
 
 
-class ShardedAdamW(OwnerOptimizer):
+class ShardedAdamW(StepPart):
     """AdamW for parameters that every rank of ``group`` has, with gradients that are each rank's own.
 
     Parameters stand in buckets of about ``bucket_bytes``, the last ones first; each rank owns a flat slice of each
@@ -67,7 +72,8 @@ class ShardedAdamW(OwnerOptimizer):
     before clipping.
 
     A gradient that is not finite on some rank leaves weights and state as they were on all of them: the step raises, or
-    with ``on_nonfinite="skip"`` is passed over and logged. `start`, `work` and `finish` are the parts of a `step`.
+    with ``on_nonfinite="skip"`` is passed over and logged. `start`, `work` and `finish` are the parts of a `step`, for
+    those who want to do other things in between.
 
     >>> model = torch.nn.Linear(4, 3)
     >>> optimizer = ShardedAdamW(model.parameters(), lr=0.01)
@@ -90,23 +96,16 @@ class ShardedAdamW(OwnerOptimizer):
     ) -> None:
         if bucket_bytes < 1 or (clip is not None and not clip > 0):
             raise ValueError(f"ShardedAdamW: bucket_bytes and clip must be > 0, got {bucket_bytes} and {clip}")
-        self._axis, self._bucket_bytes, self._clip, self._on_nonfinite = (
-            Axis.of(group),
-            bucket_bytes,
-            clip,
-            on_nonfinite,
-        )
+        self._axis, self._bucket_bytes = Axis.of(group), bucket_bytes
         self._owners = Owners([self._axis] if self._axis.size > 1 else [])
         self._buckets: list[list[_Piece]] = []
         self._ranges: dict[Tensor, list[Range]] = {}
         self._names: dict[Tensor, str] = {}
         self._under_way: list[_Bucket] = []
-        self._reason: str | None = None  # why the step under way will change nothing
         self._looked_for_wrappers = False
         self._waiting: list[Tensor] | None = []  # parameters of the constructor's groups, which share buckets
-        self.norm: float | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, on_nonfinite, self._axis.rank)
+        super().__init__(params, defaults, on_nonfinite, clip)
         waiting, self._waiting = self._waiting, None
         self._place(waiting)
 
@@ -163,68 +162,97 @@ class ShardedAdamW(OwnerOptimizer):
             state["master"] = parameter.detach().reshape(-1)[start:stop].to(wide)
         return state
 
-    def _start(self) -> None:
-        parameters = list(self._names)
-        fault = next((fault for fault in map(find_group_fault, self.param_groups) if fault), None)
+    # The verbs of a part.
+
+    fails_late = False  # the mean of what is finite is finite, and so is the step
+
+    def step_axes(self) -> list[Axis]:
+        """The axis of ``group``."""
+        return list(self._owners.axes)
+
+    def buckets(self) -> list[list[Tensor]]:
+        """By ``bucket_bytes``, the last parameters first."""
+        return [list(dict.fromkeys(piece.parameter for piece in bucket)) for bucket in self._buckets]
+
+    def examine(self) -> Examined:
+        """Which gradients are here, and whether somebody else averages them."""
+        found = super().examine()
+        found.fault = next((fault for fault in map(find_group_fault, self.param_groups) if fault), None)
         if not self._looked_for_wrappers and self._axis.size > 1:
-            self._looked_for_wrappers, fault = True, fault or find_wrapper_fault(self._names, self._axis.rank)
-        settings = tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups)
-        findings = compare_gradients(
-            "ShardedAdamW", parameters, list(self._names.values()), self._owners.axes, settings, found_inf=False,
-            fault=fault,
-        )  # fmt: skip
-        there = {parameter for parameter, has in zip(parameters, findings.present, strict=True) if has}
-        self._reason, self._under_way = findings.nonfinite, []
-        for bucket in self._buckets if self._reason is None else []:
-            pieces = [piece for piece in bucket if piece.parameter in there]
-            grads = [_flat(piece.parameter.grad)[slice(*piece.where)] for piece in pieces]
-            travel = self._owners.gather("ShardedAdamW", [piece.route for piece in pieces], grads)
-            self._under_way.append(_Bucket(pieces, travel))
+            self._looked_for_wrappers = True
+            found.fault = found.fault or find_wrapper_fault(self._names, self._axis.rank)
+        return found
 
-    def _work(self) -> None:
-        scale = self._clip_scale() if self._clip is not None and self._reason is None else 1.0
-        of_parameter = {p: group for group in self.param_groups for p in group["params"]}
-        for bucket in self._under_way:
-            grads = bucket.gradients.wait()
-            mine: list[Tensor | None] = []
-            for piece, grad in zip(bucket.pieces, grads, strict=True):
-                mine.append(None if grad is None else self._step(piece, grad, scale, of_parameter[piece.parameter]))
-            bucket.weights = self._owners.scatter("ShardedAdamW", [piece.route for piece in bucket.pieces], mine)
+    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+        """Take the pieces of what has gradients."""
+        super().begin(present, tentative)
+        self._under_way = [_Bucket([piece for piece in some if piece.parameter in present]) for some in self._buckets]
 
-    def _step(self, piece: _Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
-        """The piece after the step, in its parameter's dtype."""
+    def send(self, bucket: int) -> None:
+        """Start gradients to the owners of their slices."""
+        one = self._under_way[bucket]
+        grads = [_flat(self.gradient_of(piece.parameter))[slice(*piece.where)] for piece in one.pieces]
+        one.gradients = self._owners.gather("ShardedAdamW", one.routes, grads)
+
+    def _arrive(self, one: _Bucket) -> Held:
+        if one.arrived is None:
+            assert one.gradients is not None
+            one.arrived, one.gradients = one.gradients.wait(), None
+        return one.arrived
+
+    def squared_norm(self, bucket: int) -> Tensor:
+        """Of the averaged gradients of the slices this rank owns."""
+        squares = torch.zeros((), dtype=torch.float64)
+        for grad in self._arrive(self._under_way[bucket]):
+            if grad is not None:
+                squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square().cpu()
+        return squares
+
+    def work_on(self, bucket: int, scale: float) -> None:
+        """AdamW on the slices this rank owns; new weights start on their way to all."""
+        one = self._under_way[bucket]
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        mine: Held = []
+        for piece, grad in zip(one.pieces, self._arrive(one), strict=True):
+            mine.append(None if grad is None else self._step(one, piece, grad, scale, groups[piece.parameter]))
+        one.arrived = []
+        one.weights = self._owners.scatter("ShardedAdamW", one.routes, mine)
+
+    def _step(self, one: _Bucket, piece: _Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
+        """The piece after the step, in its parameter's dtype. What may yet be dropped is computed on copies."""
         state, own = self.state[piece.parameter], _flat(piece.parameter)[slice(*piece.where)]
-        wide = state.get("master", own)
+        new = {name: state[name] for name in ("exp_avg", "exp_avg_sq", "master") if name in state}
+        wide = new.get("master", own)
+        if self.tentative:
+            new = {name: value.clone() for name, value in new.items()}
+            wide = new["master"] if "master" in new else own.clone()
+        one.states.append((piece, new))
         grad = grad.to(wide.dtype)
         adamw(
-            [wide], [grad if scale == 1 else grad * scale], [state["exp_avg"]], [state["exp_avg_sq"]], [],
+            [wide], [grad if scale == 1 else grad * scale], [new["exp_avg"]], [new["exp_avg_sq"]], [],
             [state["step"].clone()], foreach=True, fused=False, amsgrad=False, beta1=group["betas"][0],
             beta2=group["betas"][1], lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"],
             maximize=False,
         )  # fmt: skip
         return wide.to(own.dtype)
 
-    def _clip_scale(self) -> float:
-        """What gradients are multiplied by so that their global norm is at most ``clip``."""
-        assert self._clip is not None
-        found = [grad for bucket in self._under_way for grad in bucket.gradients.wait() if grad is not None]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() for grad in found]
-        mine = torch.stack([torch.zeros((), dtype=torch.float64), *norms]).norm().view(1)
-        call = self._axis.begin("ShardedAdamW.clip")
-        where = next(iter(self._names)).device
-        self.norm = float(torch.cat(call.all_gather(mine.to(where)).wait()).norm())
-        return min(1.0, self._clip / (self.norm + 1e-6))
-
-    def _finish(self) -> str | None:
+    def settle(self, accepted: bool) -> None:
+        """Write the weights that come back, and count the step."""
         under_way, self._under_way = self._under_way, []
-        for bucket in under_way:
-            assert bucket.weights is not None
-            for piece, weight in zip(bucket.pieces, bucket.weights.wait(), strict=True):
+        for one in under_way:
+            if one.gradients is not None:
+                one.gradients.wait()
+            weights = [] if one.weights is None else one.weights.wait()
+            if not accepted:
+                continue
+            for piece, weight in zip(one.pieces, weights, strict=True):
                 assert weight is not None
                 _write(piece.parameter, piece.where, weight)
-        for parameter in {piece.parameter for bucket in under_way for piece in bucket.pieces}:
-            self.state[parameter]["step"] += 1
-        return self._reason
+            for piece, new in one.states:
+                self.state[piece.parameter].update(new)
+        if accepted:
+            for parameter in {piece.parameter for one in under_way for piece in one.pieces}:
+                self.state[parameter]["step"] += 1
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("ShardedAdamW: an optimizer with sharded state is not pickled or copied; save its state_dict()")

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.dtensor import local_gradient
 from weft.comm.wire import SoloWire
-from weft.optim.gradients import compare_gradients
-from weft.optim.owner_optimizer import OwnerOptimizer
+from weft.optim.part import Examined, StepPart
 from weft.optim.rekls.checkpoint import load_tensors, save_tensors
 from weft.optim.rekls.placement import find_parameter_fault, find_placements
-from weft.optim.rekls.plan import VARIANTS, Plan, Planner
+from weft.optim.rekls.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.rekls.settings import Settings, find_group_fault
-from weft.optim.rekls.step import Step, Task
+from weft.optim.rekls.step import Task, Wave
 from weft.optim.saved_state import take_apart
-from weft.optim.verdict import tell_all
 
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What the ranks must have in common when they say whether the work succeeded."""
-
-    parameters: int
-
-
-class REKLS(OwnerOptimizer):
+class REKLS(StepPart):
     """SOAP in the eigenbases of KL-Shampoo's factors, for matrices; AdamW for the rest.
 
     Each matrix has an owner among the ranks. Gradients go to owners, owners work, updates come back: one
@@ -90,16 +81,15 @@ class REKLS(OwnerOptimizer):
             "weight_decay_method": weight_decay_method, "variant": variant, "max_factor_dim": max_factor_dim,
             "algorithm": "rekls", "partition_dim": None, "flatten": False,
         }  # fmt: skip
-        super().__init__(params, defaults, on_nonfinite, self._tensor_axis.rank)
+        super().__init__(params, defaults, on_nonfinite)
 
     def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
         self._tensor_axis, self._data_axis = tensor_axis, data_axis
         self._planner = Planner()
         self._plans: dict[Tensor, Plan] = {}
         self._axes: list[Axis] = []
-        self._under_way: Step | None = None
-        self._reason: str | None = None  # why the step under way will change nothing
-        self._passed_over = False  # because a GradScaler found infinities
+        self._in_waves: list[list[Tensor]] | None = None
+        self._under_way: list[Wave] = []
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,45 +114,81 @@ class REKLS(OwnerOptimizer):
         numbers = [f"parameter {number} of group {place}" for number in range(len(parameters))]
         plans = self._planner.plan(parameters, group.get("param_names", numbers), placements, group)
         self._plans.update(zip(parameters, plans, strict=True))
+        self._in_waves = None
 
-    def _start(self) -> None:
-        groups = [(group, Settings.of(group)) for group in self.param_groups]
-        tasks = [Task(p, self._plans[p], settings) for group, settings in groups for p in group["params"]]
+    # The verbs of a part.
+
+    def step_axes(self) -> list[Axis]:
+        """All axes that a parameter lies on."""
+        return list(self._axes)
+
+    def buckets(self) -> list[list[Tensor]]:
+        """Waves: what does not travel, then matrices whose pieces travel together."""
+        if self._in_waves is None:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            waves = in_waves([self._plans[parameter] for parameter in parameters])
+            self._in_waves = [[parameters[index] for index in wave] for wave in waves]
+        return self._in_waves
+
+    def examine(self) -> Examined:
+        """Which gradients are here; those of replicated parameters must be the same over ``group``."""
+        found = super().examine()
+        found.names = [self._plans[parameter].name for parameter in found.parameters]
         faults = (find_group_fault(group, tuple(VARIANTS)) for group in self.param_groups)
-        found_inf = getattr(self, "found_inf", None)
-        findings = compare_gradients(
-            "REKLS", [task.parameter for task in tasks], [task.plan.name for task in tasks], self._axes,
-            tuple(settings for _, settings in groups), found_inf=bool(found_inf is not None and found_inf > 0),
-            fault=next((fault for fault in faults if fault is not None), None),
-            replicated=[task.plan.replicated for task in tasks], replicated_over=self._tensor_axis,
-        )  # fmt: skip
-        self._passed_over = findings.found_inf
-        self._reason = None if findings.found_inf else findings.nonfinite
-        stays = findings.found_inf or findings.nonfinite is not None
-        self._under_way = Step([
-            task for task, present in zip(tasks, findings.present, strict=True) if present and not stays
-        ])  # fmt: skip
+        found.fault = next((fault for fault in faults if fault is not None), None)
+        found.settings = tuple(Settings.of(group) for group in self.param_groups)
+        found.alike = [
+            self._tensor_axis if self._plans[parameter].replicated else None for parameter in found.parameters
+        ]
+        return found
 
-    def _work(self) -> None:
-        assert self._under_way is not None
-        self._under_way.work(self.state, getattr(self, "grad_scale", None))
+    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+        """Take what has gradients, in waves."""
+        super().begin(present, tentative)
+        settings = {p: Settings.of(group) for group in self.param_groups for p in group["params"]}
+        self._under_way = [
+            Wave([Task(p, self._plans[p], settings[p]) for p in wave if p in present]) for wave in self.buckets()
+        ]
 
-    def _finish(self) -> str | None:
-        step, self._under_way = self._under_way, None
-        assert step is not None
-        reason = self._reason or (None if self._passed_over else self._ask_owners(step))
-        step.finish(self.state, reason is None)
-        return reason
+    def gradient_of(self, parameter: Tensor) -> Tensor:
+        """Also of a DTensor whose ranks' gradients are still to be added up."""
+        return super().gradient_of(parameter) if parameter.grad is None else local_gradient(parameter)
 
-    def _ask_owners(self, step: Step) -> str | None:
-        """Why the step must not be made, if an owner could not do its work."""
-        plans = list(self._plans.values())
-        failed = tell_all(
-            self._axes, "REKLS.finish", _Verdict(len(plans)),
-            [0 if step.failed is None else 1 + plans.index(step.failed)],
-            lambda axis, told: list(next((row for row in told if row[0]), told[0])),
-        )[0]  # fmt: skip
-        return f"the update of {plans[failed - 1].name} could not be computed" if failed else None
+    def send(self, bucket: int) -> None:
+        """Start the gradients of a wave to their owners."""
+        wave = self._under_way[bucket]
+        if wave.tasks:
+            wave.send([self.gradient_of(task.parameter) for task in wave.tasks])
+
+    def travels(self, bucket: int) -> bool:
+        """Not where every rank steps its own elements."""
+        return self._under_way[bucket].travels
+
+    def advance(self, bucket: int) -> None:
+        """Over data x tensor ranks gradients and updates travel in two hops."""
+        self._under_way[bucket].advance()
+
+    def squared_norm(self, bucket: int) -> Tensor:
+        """Of the whole gradients this rank owns; of what every rank steps alone, each element once."""
+        wave, squares = self._under_way[bucket], torch.zeros((), dtype=torch.float64)
+        for task, grad in zip(wave.tasks, wave.arrive() if wave.tasks else [], strict=True):
+            if grad is not None and counts_here(task.plan, task.parameter, self._axes):
+                squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square().cpu()
+        return squares
+
+    def work_on(self, bucket: int, scale: float) -> None:
+        """Decompositions, projections and Adam for the matrices of a wave that this rank owns."""
+        wave = self._under_way[bucket]
+        if wave.tasks:
+            wave.work(self.state, scale)
+            if wave.failed is not None and not self.failed:
+                self.failed = 1 + list(self._plans.values()).index(wave.failed)
+
+    def settle(self, accepted: bool) -> None:
+        """Apply the updates that come back, and keep the owned states."""
+        under_way, self._under_way = self._under_way, []
+        for wave in under_way:
+            wave.settle(self.state, accepted)
 
     # Saving, loading, copying.
 
@@ -198,7 +224,7 @@ class REKLS(OwnerOptimizer):
         super().__setstate__(state)
         if "_on_nonfinite" in state:  # unpickled, in a world of one; torch calls this when it loads a state, too
             self._begin(Axis.over(SoloWire()), None)
-            self._set_up(state["_on_nonfinite"], 0)
+            self._set_up(state["_on_nonfinite"])
             for number, group in enumerate(self.param_groups):
                 self._place(number, group)
 
@@ -207,7 +233,7 @@ class REKLS(OwnerOptimizer):
         memo[id(self)] = twin
         torch.optim.Optimizer.__setstate__(twin, copy.deepcopy(super().__getstate__(), memo))
         twin._begin(self._tensor_axis, self._data_axis)
-        twin._set_up(self._on_nonfinite, self._rank)
+        twin._set_up(self._on_nonfinite)
         twin._axes = list(self._axes)
         twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}
         return twin

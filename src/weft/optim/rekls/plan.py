@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.dtensor import is_dtensor
-from weft.optim.owners import Averaged, Owners, Place, Replicated, Route
+from weft.comm import Axis
+from weft.comm.dtensor import is_dtensor, mesh_axes
+from weft.optim.owners import Averaged, Owners, Place, Replicated, Route, Sharded
 from weft.optim.rekls import adam, exact, stable
 from weft.optim.rekls.placement import Placement, is_matrix
 from weft.optim.rekls.settings import Layout, Settings
@@ -67,6 +68,19 @@ class Plan:
     def weight_route(self) -> Route:
         roles = tuple(Replicated() if isinstance(role, Averaged) else role for role in self.route.roles)
         return Route(self.route.whole, roles, self.route.owner, self.route.dtype, self.route.device)
+
+
+def counts_here(plan: Plan, parameter: Tensor, axes: Sequence[Axis]) -> bool:
+    """Whether what this rank works on counts in a norm over ``axes``: each element of a parameter does so once.
+
+    It has one owner on the axes it travels over. On others it is cut, or the same: then the first rank's counts.
+    """
+    cut = [axis for axis, role in zip(plan.placement.axes, plan.placement.roles, strict=True)
+           if isinstance(role, Sharded)]  # fmt: skip
+    if is_dtensor(parameter):
+        cut += [axis for axis, dim in mesh_axes(parameter) if dim is not None]
+    apart = [*plan.owners.axes, *cut]
+    return all(axis.rank == 0 or any(axis is one for one in apart) for axis in axes)
 
 
 class Planner:

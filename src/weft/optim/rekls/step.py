@@ -1,4 +1,4 @@
-"""One step under way: gradients to owners, work, updates back; nothing is changed before all have succeeded."""
+"""A step under way, in waves: gradients to owners, work, updates back; nothing is changed before all have succeeded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.dtensor import local_gradient, local_of
-from weft.optim.owners import Travel
+from weft.comm.dtensor import local_of
+from weft.optim.owners import Held, Travel, is_finite
 from weft.optim.rekls.eigen import EigenError
-from weft.optim.rekls.plan import Plan, in_waves
+from weft.optim.rekls.plan import Plan
 from weft.optim.rekls.settings import Settings
 
 
@@ -26,96 +26,92 @@ class Task:
     new_state: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class _Wave:
-    """Tasks whose pieces travel together."""
-
-    tasks: list[Task]
-    gradients: Travel
-    weights: Travel | None
-    updates: Travel | None = None
-
-
-class Step:
-    """The parameters of one step. Making it starts their gradients on the way to their owners.
+class Wave:
+    """Tasks of one step whose pieces travel together: gradients to owners, work, updates back.
 
     ``failed`` is the plan of a parameter whose update this rank could not compute.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self.failed: Plan | None = None
-        self.worked = False
-        self._waves = [_send([tasks[index] for index in wave]) for wave in in_waves([task.plan for task in tasks])]
+        self.tasks, self.failed = list(tasks), None
+        self._gradients: Travel | None = None
+        self._weights: Travel | None = None
+        self._updates: Travel | None = None
+        self._arrived: Held | None = None
 
-    def work(self, state: Mapping[Tensor, dict[str, Any]], scale: Tensor | None) -> None:
-        """Step what this rank owns, wave by wave as gradients arrive, and start the updates on their way back.
+    failed: Plan | None
 
-        ``scale`` is what gradients were multiplied by.
+    @property
+    def travels(self) -> bool:
+        return bool(self.tasks) and bool(self.tasks[0].plan.owners.axes)
+
+    def send(self, local_gradients: Sequence[Tensor]) -> None:
+        """Start gradients to their owners, with the weights that a decay of gradients needs."""
+        owners = self.tasks[0].plan.owners
+        pieces = [
+            grad.reshape(task.plan.placement.local) for task, grad in zip(self.tasks, local_gradients, strict=True)
+        ]
+        self._gradients = owners.gather("REKLS", [task.plan.route for task in self.tasks], pieces)
+        decayed = [task for task in self.tasks if task.settings.decays_gradient]
+        if decayed:
+            pieces = [local_of(task.parameter).reshape(task.plan.placement.local) for task in decayed]
+            self._weights = owners.gather("REKLS.weights", [task.plan.weight_route for task in decayed], pieces)
+
+    def advance(self) -> None:
+        """End the hop under way and start the next, if there is one."""
+        under_way = self._updates or self._gradients
+        if under_way is not None:
+            under_way.advance()
+
+    def arrive(self) -> Held:
+        """The whole gradients of the parameters this rank owns, in the dtype of the work; None for others."""
+        if self._arrived is None:
+            assert self._gradients is not None
+            found = self._gradients.wait()
+            self._arrived, self._gradients = [
+                grad.to(task.plan.wide).contiguous() if task.plan.is_mine and grad is not None else None
+                for task, grad in zip(self.tasks, found, strict=True)
+            ], None  # fmt: skip
+        return self._arrived
+
+    def work(self, state: Mapping[Tensor, dict[str, Any]], scale: float) -> None:
+        """Step what this rank owns, with gradients times ``scale``; start the updates on their way back.
+
+        New states stay apart.
         """
-        for number, wave in enumerate(self._waves):
-            owners = wave.tasks[0].plan.owners
-            if owners.axes:  # else there is work to do while the first pieces travel
-                wave.gradients.advance()
-                for ahead in self._waves[number + 1 : number + 2]:
-                    ahead.gradients.advance()
-            updates = self._updates(wave, state, scale)
-            wave.updates = owners.scatter("REKLS", [task.plan.route for task in wave.tasks], updates)
-            for behind in self._waves[max(0, number - 1) : number]:
-                assert behind.updates is not None
-                behind.updates.advance()
-        self.worked = True
-
-    def _updates(
-        self, wave: _Wave, state: Mapping[Tensor, dict[str, Any]], scale: Tensor | None
-    ) -> list[Tensor | None]:
-        """The updates of the parameters this rank owns; their new states stay apart."""
-        weights = iter([] if wave.weights is None else wave.weights.wait())
-        updates: list[Tensor | None] = []
-        for task, grad in zip(wave.tasks, wave.gradients.wait(), strict=True):
+        weights = iter([] if self._weights is None else self._weights.wait())
+        self._weights, updates = None, list[Tensor | None]()
+        for task, grad in zip(self.tasks, self.arrive(), strict=True):
             weight = next(weights) if task.settings.decays_gradient else None
-            if not task.plan.is_mine:
+            if grad is None:
                 updates.append(None)
                 continue
-            assert grad is not None
-            grad = grad.to(task.plan.wide).contiguous()
-            if scale is not None:
-                grad = grad / scale.to(grad.device)
             weight = None if weight is None else weight.to(task.plan.wide)
-            updates.append(self._try(task, state[task.parameter], grad, weight))
-        return updates
+            updates.append(self._try(task, state[task.parameter], grad if scale == 1 else grad * scale, weight))
+        self._arrived = []
+        self._updates = self.tasks[0].plan.owners.scatter("REKLS", [task.plan.route for task in self.tasks], updates)
 
     def _try(self, task: Task, state: dict[str, Any], grad: Tensor, weight: Tensor | None) -> Tensor:
         """The update of a parameter; if it cannot be computed that is noted, and nobody will apply it."""
         try:
-            if bool(torch.isfinite(grad).all()):  # a sum over ranks can overflow
+            if is_finite(grad):  # a sum over ranks can overflow
                 task.new_state, update = task.plan.rule.advance(state, grad, weight, task.settings)
-                if bool(torch.isfinite(update).all()):
+                if is_finite(update):
                     return update
         except EigenError:
             pass
         self.failed = self.failed or task.plan
         return torch.zeros_like(grad)
 
-    def finish(self, state: Mapping[Tensor, dict[str, Any]], accepted: bool) -> None:
+    def settle(self, state: Mapping[Tensor, dict[str, Any]], accepted: bool) -> None:
         """Take what comes back and, if ``accepted``, change weights and state."""
-        for wave in self._waves:
-            assert wave.updates is not None
-            for task, update in zip(wave.tasks, wave.updates.wait(), strict=True):
-                if accepted:
-                    assert update is not None
-                    _apply(task, state[task.parameter], update)
-
-
-def _send(tasks: list[Task]) -> _Wave:
-    owners = tasks[0].plan.owners
-    pieces = [local_gradient(task.parameter).reshape(task.plan.placement.local) for task in tasks]
-    gradients = owners.gather("REKLS", [task.plan.route for task in tasks], pieces)
-    decayed = [task for task in tasks if task.settings.decays_gradient]
-    weights = None
-    if decayed:
-        pieces = [local_of(task.parameter).reshape(task.plan.placement.local) for task in decayed]
-        weights = owners.gather("REKLS.weights", [task.plan.weight_route for task in decayed], pieces)
-    return _Wave(tasks, gradients, weights)
+        for under_way in (self._gradients, self._weights):
+            if under_way is not None:
+                under_way.wait()
+        updates = [] if self._updates is None else self._updates.wait()
+        for task, update in zip(self.tasks, updates, strict=True) if accepted else ():
+            assert update is not None
+            _apply(task, state[task.parameter], update)
 
 
 def _apply(task: Task, state: dict[str, Any], update: Tensor) -> None:

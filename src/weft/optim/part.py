@@ -1,0 +1,202 @@
+"""`StepPart`: an optimizer whose step is taken apart: gradients are sent, worked on, and the results settled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.comm.dtensor import local_of
+from weft.optim.step_run import StepRun, Unit
+
+logger = logging.getLogger(__name__)
+ON_NONFINITE = ("raise", "skip")
+_PARTS = "the parts of a step are start(), work() and finish()"
+
+
+@dataclass
+class Examined:
+    """What this rank says of a part's gradients before a step, for the ranks to compare.
+
+    ``grads`` are the dense ones that lie here, to be looked through for what is not finite. ``settings`` must be the
+    same on every rank. ``alike[i]``: the axis over whose ranks gradient i must be the same already.
+    """
+
+    parameters: list[Tensor]
+    names: list[str]
+    present: list[bool]
+    grads: list[Tensor | None]
+    settings: object = None
+    fault: Exception | None = None
+    alike: list[Axis | None] = field(default_factory=list)
+
+
+class StepPart(torch.optim.Optimizer):
+    """An optimizer that is complete by itself, and a part that `weft.OverlappedStep` can take.
+
+    Its parameters stand in buckets, whose gradients travel together. A step calls, in the same order on every rank:
+
+    | verb                      | what a subclass does                                                                |
+    |---------------------------|-------------------------------------------------------------------------------------|
+    | ``send(bucket)``          | start this rank's gradients on their way; return without waiting                    |
+    | ``work_on(bucket, scale)``| wait for them, compute what changes, start results on their way; change nothing yet |
+    | ``settle(accepted)``      | wait for results; change weights and state, or drop everything if not accepted      |
+
+    Every subclass has these three and ``step_axes``, the axes whose ranks take part. The rest has defaults: `buckets`
+    (one), `examine` (every parameter, its name and the options of its group), `advance` (for messages of several hops),
+    `squared_norm` (only needed with ``clip``) and `work_ahead` (what does not depend on the scale of gradients).
+
+    ``settle(False)`` may come before a bucket was worked on: wait for what is under way and drop it. Where work cannot
+    be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted.
+    """
+
+    fails_late = True  # whether work can fail although all gradients are finite
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], on_nonfinite: str = "raise", clip: float | None = None
+    ) -> None:
+        self._set_up(on_nonfinite, clip)
+        super().__init__(params, defaults)
+
+    def _set_up(self, on_nonfinite: str, clip: float | None = None) -> None:
+        name = type(self).__name__
+        if on_nonfinite not in ON_NONFINITE:
+            raise ValueError(f"{name}: on_nonfinite {on_nonfinite!r} is not one of {', '.join(ON_NONFINITE)}")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"{name}: clip must be > 0, got {clip}")
+        self._on_nonfinite, self._clip = on_nonfinite, clip
+        self._run: StepRun | None = None  # the step under way
+        self._next = "start"  # what may be called
+        self.present: Collection[Tensor] = ()  # parameters with gradients, in the step under way
+        self.tentative = True  # whether the step under way may yet be dropped
+        self.failed = 0
+        self.norm: float | None = None  # of the last step's gradients, with clip
+
+    # What a subclass has.
+
+    def step_axes(self) -> list[Axis]:
+        """The axes whose ranks take part in a step."""
+        raise NotImplementedError(f"{type(self).__name__} has no step_axes")
+
+    def buckets(self) -> list[list[Tensor]]:
+        """The parameters of each bucket: the same on every rank, and at every step."""
+        return [[parameter for group in self.param_groups for parameter in group["params"]]]
+
+    def examine(self) -> Examined:
+        """What this rank has, before a step. Nothing is sent."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        grads = [None if parameter.grad is None else local_of(parameter.grad) for parameter in parameters]
+        names = [
+            group["param_names"][at] if "param_names" in group else f"parameter {at} of group {number}"
+            for number, group in enumerate(self.param_groups)
+            for at in range(len(group["params"]))
+        ]
+        settings = tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups)
+        return Examined(parameters, names, [grad is not None for grad in grads], grads, settings)
+
+    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+        """A step begins, in which these parameters have gradients on every rank."""
+        self.present, self.tentative, self.failed = present, tentative, 0
+
+    def send(self, bucket: int) -> None:
+        """Start the gradients of a bucket on their way."""
+        raise NotImplementedError(f"{type(self).__name__} has no send")
+
+    def travels(self, bucket: int) -> bool:
+        """Whether anything of a bucket crosses ranks."""
+        return True
+
+    def advance(self, bucket: int) -> None:
+        """Of messages in several hops: end the one under way and start the next."""
+
+    def squared_norm(self, bucket: int) -> Tensor:
+        """Wait for the gradients of a bucket: the sum of squares of those worked on here, an fp64 scalar."""
+        raise NotImplementedError(f"{type(self).__name__} has no squared_norm, which clip= needs")
+
+    def work_ahead(self, bucket: int) -> None:
+        """Work that does not depend on the scale of gradients, while the norm travels."""
+
+    def work_on(self, bucket: int, scale: float) -> None:
+        """Work on the gradients of a bucket, multiplied by ``scale``, and start results on their way."""
+        raise NotImplementedError(f"{type(self).__name__} has no work_on")
+
+    def settle(self, accepted: bool) -> None:
+        """Take what comes back; change weights and state, or drop it."""
+        raise NotImplementedError(f"{type(self).__name__} has no settle")
+
+    def explain_failure(self, name: str) -> str:
+        """In words: what ``failed`` means for the parameter ``name``."""
+        return f"the update of {name} could not be computed"
+
+    def gradient_of(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a gradient; zeros where others have one and this rank, against the rules, has not."""
+        if parameter.grad is None:
+            return torch.zeros_like(local_of(parameter))
+        return local_of(parameter.grad)
+
+    # The step of this part alone.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Every rank must call it; a ``closure`` is called on each of them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.start()
+        self.work()
+        self.finish()
+        return loss
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Compare gradients over the ranks, then start them to their owners. Do not touch them until `finish`."""
+        self._expect("start")
+        run = StepRun(type(self).__name__, {type(self).__name__: self})
+        run.start(self._units(), found_inf=getattr(self, "found_inf", None))
+        self._run, self._next = run, "work"
+
+    @torch.no_grad()
+    def work(self) -> None:
+        """Step what this rank owns, as gradients arrive, and start the results on their way back."""
+        self._expect("work")
+        self._next = "start"  # should the work fail
+        assert self._run is not None
+        self.norm = self._run.work(self._units(), self._clip, getattr(self, "grad_scale", None))
+        self._next = "finish"
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take what comes back; or raise, or with ``on_nonfinite="skip"`` log, why nothing has been changed."""
+        self._expect("finish")
+        self._next = "start"
+        assert self._run is not None
+        run, self._run = self._run, None
+        self._judge(run.finish())
+
+    def _expect(self, what: str) -> None:
+        if what == self._next:
+            return
+        name = type(self).__name__
+        if what == "start":
+            raise RuntimeError(f"{name}: a step is under way; {self._next}() comes next: {_PARTS}")
+        before = {"work": "start", "finish": "work"}[what]
+        raise RuntimeError(f"{name}: {what}() without a {before}() before it; {_PARTS}")
+
+    def _units(self) -> list[Unit]:
+        return [Unit(self, bucket, "") for bucket in range(len(self.buckets()))]
+
+    def _judge(self, reason: str | None) -> None:
+        """Say why nothing has been changed, if that is so."""
+        if reason is None:
+            return
+        words = f"{type(self).__name__}: {reason}; weights and state are as before"
+        if self._on_nonfinite == "raise":
+            raise RuntimeError(words)
+        axes = self.step_axes()
+        logger.warning("%s: the step is skipped (rank %d)", words, axes[-1].rank if axes else 0)

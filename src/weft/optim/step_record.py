@@ -1,0 +1,121 @@
+"""What a step did: the messages of each part, how long they were under way and waited for, and its work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.comm import Ledger
+from weft.comm.ledger import Event, record
+
+if TYPE_CHECKING:
+    from weft.optim.step_run import Unit
+
+AGREEING = "agreeing"  # the row of what ranks tell each other: presence, norms, verdicts
+BACKWARD = "backward"
+
+
+@dataclass
+class UnitRecord:
+    """One unit in one step: its messages out and back, and the seconds of its work, waits not counted."""
+
+    sends: Ledger = field(default_factory=Ledger)
+    returns: Ledger = field(default_factory=Ledger)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """One part in one step of one rank. ``under_way``: seconds from the start of each message until it was taken;
+    ``exposed``: those of them that the rank stood waiting; ``work``: seconds of computing."""
+
+    part: str
+    bytes_sent: int
+    messages: int
+    under_way: float
+    exposed: float
+    work: float
+
+    @property
+    def hidden(self) -> float:
+        return max(0.0, self.under_way - self.exposed)
+
+
+class StepRecord:
+    """Filled while a step runs. ``clock`` is that of the ranks: virtual in a virtual world."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, rank: int = 0) -> None:
+        self._clock, self._rank = clock, rank
+        self.units: dict[str, UnitRecord] = {}
+        self.agreeing = Ledger()
+        self.work: list[Event] = []
+        self.began: float | None = None
+        self.ended: float | None = None
+
+    def of(self, unit: Unit) -> UnitRecord:
+        return self.units.setdefault(unit.name, UnitRecord())
+
+    @contextmanager
+    def sending(self, unit: Unit) -> Iterator[None]:
+        with record() as ledger:
+            yield
+        self.of(unit).sends.events += ledger.events
+
+    @contextmanager
+    def working(self, unit: Unit) -> Iterator[None]:
+        """Around work: messages that it starts go back, or on; what it waits for is not its own time."""
+        mine = self.of(unit)
+        pending = [event for event in mine.sends.events + mine.returns.events if event.end is None]
+        start = self._clock()
+        with record() as ledger:
+            yield
+        end = self._clock()
+        mine.returns.events += ledger.events
+        waited = sum(event.waited for event in pending + ledger.events)
+        mine.seconds += max(0.0, end - start - waited)
+        self.work.append(Event(f"work: {unit.name}", self._rank, start=start, end=end, lane="work"))
+
+    @contextmanager
+    def settling(self, part: str) -> Iterator[None]:
+        start = self._clock()
+        yield
+        self.work.append(Event(f"settle: {part}", self._rank, start=start, end=self._clock(), lane="work"))
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        with record() as ledger:
+            yield
+        self.agreeing.events += ledger.events
+
+    def rows(self) -> list[PartRow]:
+        """What each part sent and waited for, and what the ranks told each other."""
+        parts: dict[str, list[UnitRecord]] = {}
+        for name, unit in self.units.items():
+            parts.setdefault(name.rpartition(".")[0] or name, []).append(unit)
+        found = [
+            _row(part, [event for unit in units for event in unit.sends.events + unit.returns.events],
+                 sum(unit.seconds for unit in units))
+            for part, units in parts.items()
+        ]  # fmt: skip
+        return [*found, _row(AGREEING, self.agreeing.events, 0.0)]
+
+    def save_trace(self, path: str | Path) -> None:
+        """A Chrome trace of this rank's step: its messages and its work."""
+        events = [event for unit in self.units.values() for event in unit.sends.events + unit.returns.events]
+        Ledger(events + self.agreeing.events + self.work).save_trace(path)
+
+
+def _row(part: str, events: list[Event], work: float) -> PartRow:
+    ended = [event for event in events if event.end is not None]
+    return PartRow(
+        part,
+        sum(event.bytes_sent for event in events),
+        sum(len(event.sends) for event in events),
+        sum((event.end or 0.0) - event.start for event in ended),
+        sum(event.waited for event in ended),
+        work,
+    )

@@ -1,0 +1,233 @@
+"""One step over some parts: compared, sent, worked on, judged and settled; nothing changes before all ranks agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis, Pending
+from weft.optim.gradients import compare_gradients
+from weft.optim.step_record import StepRecord
+from weft.optim.verdict import tell_all
+
+if TYPE_CHECKING:
+    from weft.optim.part import Examined, StepPart
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One bucket of one part: what is sent and worked on at once."""
+
+    part: StepPart
+    bucket: int
+    name: str
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the ranks must have in common when they say whether the work succeeded."""
+
+    parameters: int
+
+
+@dataclass(frozen=True)
+class _Norm:
+    parts: int
+
+
+def union_of_axes(parts: Sequence[StepPart]) -> list[Axis]:
+    """The axes of more than one rank that any part's ranks stand on, each once."""
+    found: list[Axis] = []
+    for axis in (axis for part in parts for axis in part.step_axes()):
+        if axis.size > 1 and not any(axis.counter is one.counter for one in found):
+            found.append(axis)
+    return found
+
+
+class StepRun:
+    """The step under way of some named ``parts``. ``label`` stands in errors and in the names of its own messages.
+
+    | crosses ranks | what                                                           | when                          |
+    |---------------|----------------------------------------------------------------|-------------------------------|
+    | integers      | who has which gradients, settings, faults                      | `start`, before the sends     |
+    | gradients     | as the parts send them, in the order of ``scatter``            | `start`, or before it         |
+    | scalars       | a squared norm for each part, with ``clip``                    | `work`, under ``work_ahead``  |
+    | results       | as the parts return them, in the order of ``work``             | `work`                        |
+    | integers      | whether all work succeeded, where that is not known before     | `finish`, beside the results  |
+    """
+
+    def __init__(self, label: str, parts: Mapping[str, StepPart], record: StepRecord | None = None) -> None:
+        self._label, self._parts = label, dict(parts)
+        self._axes = union_of_axes(list(parts.values()))
+        self._tentative = any(part.fails_late for part in self._parts.values())
+        self._reason: str | None = None  # why nothing will be changed
+        self._names: list[str] = []
+        self._stays = False
+        self.record = record or StepRecord()
+
+    def send_early(self, units: Sequence[Unit], present: Sequence[Tensor]) -> None:
+        """Before `start`: begin with the parameters that are expected to have gradients."""
+        for part in self._parts.values():
+            part.begin(set(present) & {p for group in part.param_groups for p in group["params"]}, self._tentative)
+        self.send(units)
+
+    def send(self, units: Sequence[Unit]) -> None:
+        """Start the gradients of some units, in this order."""
+        for unit in units:
+            with self.record.sending(unit):
+                unit.part.send(unit.bucket)
+
+    def start(
+        self, scatter: Sequence[Unit], found_inf: Tensor | None = None, sent: Sequence[Tensor] | None = None,
+        fault: Exception | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Compare gradients over the ranks and start them, in the order of ``scatter``; the parameters that have some.
+
+        ``sent``: the parameters that `send_early` began with; all units are then under way. If other parameters have
+        gradients than these, on all ranks, what was sent is dropped and sent again.
+        """
+        examined = [part.examine() for part in self._parts.values()]
+        joined = self._join(examined, fault)
+        self._names = joined.names
+        try:
+            with self.record.telling():
+                findings = compare_gradients(
+                    self._label, joined, self._axes, found_inf=bool(found_inf is not None and found_inf > 0)
+                )
+        except BaseException:
+            if sent is not None:
+                self._drop()
+            raise
+        self._stays = findings.found_inf or findings.nonfinite is not None
+        self._reason = None if findings.found_inf else findings.nonfinite
+        there = [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
+        if self._stays:
+            if sent is not None:
+                self._drop()
+        elif sent is None or {id(p) for p in sent} != {id(p) for p in there}:
+            if sent is not None:
+                self._drop()
+            self.send_early(scatter, there)
+        return there
+
+    def _join(self, examined: Sequence[Examined], fault: Exception | None) -> Examined:
+        """What all parts say, as one; with several parts a parameter's name tells which it is in."""
+        from weft.optim.part import Examined
+
+        joined = Examined([], [], [], [], tuple(one.settings for one in examined), fault)
+        for part, one in zip(self._parts, examined, strict=True):
+            joined.parameters += one.parameters
+            joined.names += one.names if len(examined) == 1 else [f"{name} ({part})" for name in one.names]
+            joined.present += one.present
+            joined.grads += one.grads
+            joined.alike += one.alike or [None] * len(one.grads)
+            joined.fault = joined.fault or one.fault
+        return joined
+
+    def work(self, units: Sequence[Unit], clip: float | None = None, grad_scale: Tensor | None = None) -> float | None:
+        """Work on the units, in this order; the norm of all gradients, if they are clipped.
+
+        ``grad_scale``: what gradients were multiplied by.
+        """
+        if self._stays:
+            return None
+        scale, norm = 1.0 if grad_scale is None else 1.0 / float(grad_scale), None
+        if clip is not None:
+            norm = scale * self._norm(units)
+            if not math.isfinite(norm):  # the same on every rank; a part may know more about why
+                self._reason = f"the norm of the gradients is {norm}"
+                return norm
+            scale *= min(1.0, clip / (norm + 1e-6))
+        for place, unit in enumerate(units):
+            if unit.part.travels(unit.bucket):  # else there is work to do while others' first messages travel
+                for ahead in units[place : place + 2]:
+                    ahead.part.advance(ahead.bucket)
+            with self.record.working(unit):
+                unit.part.work_on(unit.bucket, scale)
+            for behind in units[max(0, place - 1) : place]:
+                behind.part.advance(behind.bucket)
+        return norm
+
+    def _norm(self, units: Sequence[Unit]) -> float:
+        """The norm of all gradients: each part's squares summed over its own axes, in rank order.
+
+        On the other axes the parameters of a part are the same, so they count once. The first scalars travel while the
+        parts do what does not depend on them.
+        """
+        parts = list(self._parts.values())
+        squares = [torch.zeros((), dtype=torch.float64) for _ in parts]
+        for unit in units:
+            unit.part.advance(unit.bucket)
+            with self.record.working(unit):
+                place = next(at for at, part in enumerate(parts) if part is unit.part)
+                squares[place] += unit.part.squared_norm(unit.bucket).cpu()
+        mine = torch.stack(squares)
+        summed = {id(axis): [any(axis.counter is own.counter for own in part.step_axes()) for part in parts]
+                  for axis in self._axes}  # fmt: skip
+        for place, axis in enumerate(self._axes):
+            coming = self._share(axis, mine)
+            for unit in units if place == 0 else ():
+                with self.record.working(unit):
+                    unit.part.work_ahead(unit.bucket)
+            with self.record.telling():
+                every = torch.stack(coming.wait())
+            total = torch.zeros_like(mine)
+            for row in every:
+                total += row
+            mine = torch.where(torch.tensor(summed[id(axis)]), total, every[0])
+        return float(mine.sum().sqrt())
+
+    def _share(self, axis: Axis, mine: Tensor) -> Pending[list[Tensor]]:
+        """Everybody's ``mine``, told on the host side: it decides there what is done."""
+        as_integers = mine.view(torch.int64).tolist()
+        with self.record.telling():
+            call = axis.begin(f"{self._label}.norm", _Norm(len(mine)), tell=as_integers)
+        return Pending(lambda: [torch.tensor(row).view(torch.float64) for row in call.told.wait()])
+
+    def _failure(self) -> int:
+        """1 + the number, among all parts' parameters, of one whose update this rank could not compute; else 0."""
+        before = 0
+        for part in self._parts.values():
+            if part.failed:
+                return before + part.failed
+            before += sum(len(group["params"]) for group in part.param_groups)
+        return 0
+
+    def finish(self, accept: bool = True) -> str | None:
+        """Hear whether all ranks' work succeeded, take what comes back; why nothing was changed, if that is so.
+
+        Without ``accept`` nothing is changed in any case: a rehearsal.
+        """
+        if self._tentative and not self._stays:
+            with self.record.telling():
+                failed = tell_all(
+                    self._axes, f"{self._label}.finish", _Verdict(len(self._names)), [self._failure()],
+                    lambda axis, told: list(next((row for row in told if row[0]), told[0])),
+                )[0]  # fmt: skip
+            self._reason = self._explain(failed - 1) if failed else self._reason
+        self._settle(accept and self._reason is None and not self._stays)
+        return self._reason
+
+    def _explain(self, number: int) -> str:
+        name = self._names[number]
+        for part in self._parts.values():
+            count = sum(len(group["params"]) for group in part.param_groups)
+            if number < count:
+                return part.explain_failure(name)
+            number -= count
+        raise AssertionError(f"no part has parameter {number}")
+
+    def _settle(self, accepted: bool) -> None:
+        for name, part in self._parts.items():
+            with self.record.settling(name):
+                part.settle(accepted)
+
+    def _drop(self) -> None:
+        """Wait for what is under way and forget it."""
+        self._settle(False)
+
