@@ -75,6 +75,7 @@ class DistWire:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
+        self.numbers = dist.get_process_group_ranks(group)
         self._timeout = group_timeout(group)
         self._nccl = NcclSide.of(group)
         self.host = torch.device("cpu") if has_backend(group, "cpu") or self._nccl is None else self._nccl.device

@@ -40,6 +40,11 @@ class Wire(Protocol):
     size: int
     host: torch.device  # where integers lie that the host sends and reads
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Of its ranks in the whole world, of which a process group may be a part."""
+        ...
+
     def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
         """Say what will be received; ``wait()`` returns when it is there. What this returns goes into `exchange`.
 
@@ -89,6 +94,7 @@ class SoloWire:
     rank = 0
     size = 1
     host = torch.device("cpu")
+    numbers = (0,)
 
     def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
         assert not receives, "a world of one receives nothing"

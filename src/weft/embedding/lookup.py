@@ -25,8 +25,8 @@ class Lookup(torch.autograd.Function):
     | rows    | [U, d]          | pulled before: ids out, rows in                                            |
     | grad    | [*ids.shape, d] | its sums over equal ids, [U, d] in the table's dtype, to the owners        |
 
-    The owner's sums are there when the whole backward has ended, as ``weight.grad``: messages travel under the rest. With
-    ``table.collects_late`` they are taken when the optimizer asks, so that messages travel under other work, too.
+    The owner's sums are there when the whole backward has ended, as ``weight.grad``: messages travel under the rest.
+    With ``table.collects_late`` they are taken when the optimizer asks: messages travel under other work, too.
     """
 
     @staticmethod

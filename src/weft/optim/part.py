@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.dtensor import local_of
+from weft.comm.ledger import Event
 from weft.optim.step_run import StepRun, Unit
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class StepPart(torch.optim.Optimizer):
     """
 
     fails_late = True  # whether work can fail although all gradients are finite
+    sends_in_step = True  # whether gradients wait for the step, and are not sent in the backward already
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], on_nonfinite: str = "raise", clip: float | None = None
@@ -87,6 +89,14 @@ class StepPart(torch.optim.Optimizer):
         """The parameters of each bucket: the same on every rank, and at every step."""
         return [[parameter for group in self.param_groups for parameter in group["params"]]]
 
+    def cut(self, bucket_bytes: int) -> None:
+        """Make buckets of about this size, before the first step; what has one bucket keeps it."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether the part clips by the norm of its own gradients."""
+        return self._clip is not None
+
     def examine(self) -> Examined:
         """What this rank has, before a step. Nothing is sent."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -113,6 +123,10 @@ class StepPart(torch.optim.Optimizer):
 
     def advance(self, bucket: int) -> None:
         """Of messages in several hops: end the one under way and start the next."""
+
+    def sent_before(self, bucket: int) -> list[Event]:
+        """Messages of a bucket that left before the step."""
+        return []
 
     def squared_norm(self, bucket: int) -> Tensor:
         """Wait for the gradients of a bucket: the sum of squares of those worked on here, an fp64 scalar."""

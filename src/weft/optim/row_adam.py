@@ -3,70 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm import ledger
+from weft.comm import Axis, ledger
+from weft.comm.ledger import Event
 from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
+from weft.embedding.spare import SpareMemory
+from weft.optim.part import Examined, StepPart
 from weft.optim.row_costs import RowCosts
-from weft.optim.row_steps import AdamStep, Shard, catch_up_rows, step_dense, step_rows
+from weft.optim.row_faults import MODES, check_group
+from weft.optim.row_state import RowState
+from weft.optim.row_steps import AdamStep, step_dense, step_rows
+from weft.optim.row_update import RowUpdate
 from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
-from weft.optim.skipped_steps import StepHistory
 
-MODES = ("exact", "lazy", "auto")
-_LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class _Rows:
-    """The optimizer's part of one table: moments, and up to which step each own row is up to date."""
-
-    def __init__(self, table: RowTable, moments: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
-        self.table, self.moments = table, moments
-        count, device = table.ownership.count(table.axis.rank), table.weight.device
-        self.last = torch.full((count,), step, dtype=torch.int32, device=device)
-        # A row at rest does not move by itself: its momentum is zero.
-        self.at_rest = (moments[0] == 0).all(1) if step else torch.ones(count, dtype=torch.bool, device=device)
-        self.history = StepHistory(step, tuple(group["betas"]), group["eps"], table.wide)
-        self.shard = Shard(table.shard, *moments)
-
-    def renew(self, group: dict[str, Any]) -> None:
-        """Begin a new history, when all rows are up to date."""
-        self.history = StepHistory(self.history.now, tuple(group["betas"]), group["eps"], self.table.wide)
-
-    def catch_up(self, places: Tensor | None, for_step: bool) -> None:
-        """Bring rows (None: all) to the last step. ``for_step``: their moments too, if nothing else would change."""
-        history = self.history
-        if places is None:
-            places = torch.arange(len(self.last), device=self.last.device)
-        last, at_rest = self.last[places], self.at_rest[places]
-        stale = last < history.now
-        if not for_step and not history.decays:
-            stale &= ~at_rest
-        places, last, at_rest = places[stale], last[stale], at_rest[stale]
-        if not len(places):
-            return
-        self.shard.weight = self.table.shard
-        with self.table.writing():
-            known, which = torch.unique(last, return_inverse=True)
-            skipped = history.skipped(known)
-            for moving in (False, True):  # rows at rest need no sum over steps
-                chosen = at_rest != moving
-                if chosen.any():
-                    how = skipped if moving else skipped.at_rest()
-                    catch_up_rows(self.shard, places[chosen], which[chosen], how, history.eps)
-            self.last[places] = history.now
-            if history.horizon is not None:
-                faded = places[~at_rest & (history.now - last > history.horizon)]
-                self.moments[0][faded] = 0
-                self.at_rest[faded] = True
-
-
-class RowAdam(torch.optim.Optimizer):
+class RowAdam(StepPart):
     """Adam (AdamW where ``weight_decay`` is not 0) for the tables of `weft.ShardedEmbedding`.
 
     ``params`` are weights of such tables, or param groups of them. Each rank steps the rows it owns; nothing crosses
@@ -101,7 +60,9 @@ class RowAdam(torch.optim.Optimizer):
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"RowAdam: mode {mode!r} is not one of {', '.join(MODES)}")
-        self._rows: dict[Tensor, _Rows] = {}
+        self._rows: dict[Tensor, RowState] = {}
+        self._updates: list[RowUpdate | None] = []  # of the step under way
+        self._spare: dict[Tensor, list[SpareMemory]] = {}
         self._costs: dict[tuple[int, torch.dtype], RowCosts] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "mode": mode})
 
@@ -110,7 +71,7 @@ class RowAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check(group)
+            check_group(group)
         except (ValueError, TypeError):
             self.param_groups.pop()
             raise
@@ -119,7 +80,7 @@ class RowAdam(torch.optim.Optimizer):
             shape = (table.ownership.count(table.axis.rank), weight.shape[1])
             first, second = (torch.zeros(shape, dtype=table.wide, device=weight.device) for _ in range(2))
             self.state[weight] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
-            self._rows[weight] = _Rows(table, (first, second), 0, group)
+            self._rows[weight] = RowState(table, (first, second), 0, group)
             table.current()  # another optimizer may have kept it until now
             table.keeper = self
 
@@ -131,52 +92,42 @@ class RowAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            _check(group)
+            check_group(group)
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is not None:
+                if weight.row_table.has_gradient:
                     self._step(group, weight)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are still under way are waited for first."""
+        for rows in self._rows.values():
+            rows.table.collect()
+            rows.table.pushes.events.clear()
+        super().zero_grad(set_to_none)
+
     def _step(self, group: dict[str, Any], weight: Tensor) -> None:
         rows = self._rows[weight]
-        table, history = rows.table, rows.history
+        table = rows.table
         found = table.gradient()
         assert found is not None
         places, grads = found[0], found[1].to(table.wide)
-        settings = (tuple(group["betas"]), group["eps"])
-        if group["mode"] == "lazy":
-            if history.now > history.base:  # it was another mode before
-                rows.catch_up(None, for_step=True)
-        else:
-            if settings != (history.betas, history.eps) or (
-                history.horizon is None and history.now - history.base >= _LONGEST
-            ):
-                rows.catch_up(None, for_step=True)  # by what they were made with
-                rows.renew(group)
-                history = rows.history
+        rows.prepare(group)
+        if group["mode"] != "lazy":
             rows.catch_up(places, for_step=True)
         number = int(self.state[weight]["step"]) + 1
-        lr = float(group["lr"])
-        step = AdamStep(number, lr, settings[0], settings[1], group["weight_decay"])
+        step = AdamStep(number, float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"])
         with table.writing():
             rows.shard.weight = table.shard
             self._advance(group["mode"], rows, places, grads, step)
         self.state[weight]["step"].fill_(number)
-        if group["mode"] == "lazy":
-            history.base = history.now = number
-            rows.last.fill_(number)
-        else:
-            history.append(lr, group["weight_decay"])
-            rows.last[places] = number
-        rows.at_rest[places] = False
-        table.stepped(places)
+        rows.stepped(group, number, places)
 
     def set_costs(self, costs: RowCosts) -> None:
         """Decide "auto" by these instead of measured costs, for benchmarks and tests."""
         self._costs = {(rows.shard.width, rows.table.weight.dtype): costs for rows in self._rows.values()}
 
-    def _advance(self, mode: str, rows: _Rows, places: Tensor, grads: Tensor, step: AdamStep) -> None:
+    def _advance(self, mode: str, rows: RowState, places: Tensor, grads: Tensor, step: AdamStep) -> None:
         dense = False
         if mode == "auto" and 2 * len(places) > len(rows.last):
             key = (rows.shard.width, rows.table.weight.dtype)
@@ -188,7 +139,99 @@ class RowAdam(torch.optim.Optimizer):
         if ledger.is_recording():
             way, axis = "dense" if dense else "rows", rows.table.axis
             now = time.perf_counter()
-            ledger.note(ledger.Event(f"RowAdam: {way}", axis.wire.rank, start=start, end=now, lane="RowAdam"))
+            ledger.note(Event(f"RowAdam: {way}", axis.wire.rank, start=start, end=now, lane="RowAdam"))
+
+    # The verbs of a part: gradients leave in the backward, and nothing comes back before the next forward asks for it.
+
+    sends_in_step = False
+
+    def step_axes(self) -> list[Axis]:
+        """The axes of the tables."""
+        found: list[Axis] = []
+        for rows in self._rows.values():
+            axis = rows.table.axis
+            if axis.size > 1 and not any(axis is one for one in found):
+                found.append(axis)
+        return found
+
+    def buckets(self) -> list[list[Tensor]]:
+        """Each table is one."""
+        return [[weight] for group in self.param_groups for weight in group["params"]]
+
+    def examine(self) -> Examined:
+        """Which tables have gradients. Whether these are finite is known when they have arrived."""
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        fault: Exception | None = None
+        try:
+            for group in self.param_groups:
+                check_group(group)
+        except (ValueError, TypeError) as error:
+            fault = error
+        names = [f"table {at} of group {number}" for number, group in enumerate(self.param_groups)
+                 for at in range(len(group["params"]))]  # fmt: skip
+        settings = tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups)
+        present = [weight.row_table.has_gradient for weight in weights]
+        return Examined(weights, names, present, [None] * len(weights), settings, fault)
+
+    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+        """Take the tables that have gradients."""
+        super().begin(present, tentative)
+        self._updates = []
+        for group in self.param_groups:
+            for weight in group["params"]:
+                memory = self._spare.setdefault(weight, [SpareMemory() for _ in range(3)])
+                number = int(self.state[weight]["step"]) + 1
+                there = weight in present
+                self._updates.append(RowUpdate(self._rows[weight], group, number, memory) if there else None)
+
+    def collect_late(self) -> None:
+        """Take gradients when they are worked on, not at the end of the backward: they travel under other work."""
+        for rows in self._rows.values():
+            rows.table.collects_late = True
+
+    def send(self, bucket: int) -> None:
+        """Nothing: they are on their way since the backward."""
+
+    def sent_before(self, bucket: int) -> list[Event]:
+        """What left in the backward."""
+        table: RowTable = self.buckets()[bucket][0].row_table  # type: ignore[attr-defined]
+        return list(table.pushes.events)
+
+    def squared_norm(self, bucket: int) -> Tensor:
+        """Of the rows this rank owns."""
+        update, weight = self._updates[bucket], self.buckets()[bucket][0]
+        table: RowTable = weight.row_table  # type: ignore[attr-defined]
+        alone = all(axis is table.axis or axis.rank == 0 for axis in self.step_axes())
+        if update is None:
+            return torch.zeros((), dtype=torch.float64)
+        grads = update.receive()
+        self.failed = self.failed or (0 if update.finite else 1 + bucket)
+        return torch.linalg.vector_norm(grads, dtype=torch.float64).square() * int(alone)
+
+    def work_ahead(self, bucket: int) -> None:
+        """Copy the touched rows out, and bring the copies up to date."""
+        update = self._updates[bucket]
+        if update is not None:
+            update.copy_rows()
+
+    def work_on(self, bucket: int, scale: float) -> None:
+        """Adam on the touched rows, in copies."""
+        update = self._updates[bucket]
+        if update is not None:
+            update.work(scale)
+            self.failed = self.failed or (0 if update.finite else 1 + bucket)
+
+    def settle(self, accepted: bool) -> None:
+        """Put the copies back."""
+        updates, self._updates = self._updates, []
+        for (weight,), update in zip(self.buckets(), updates, strict=False):
+            if update is not None and update.settle(accepted):
+                self.state[weight]["step"] += 1
+                self._rows[weight].table.pushes.events.clear()
+
+    def explain_failure(self, name: str) -> str:
+        """The gradient, once its rows have been summed."""
+        return f"the gradient of {name} is not finite"
 
     # What tables ask: see `weft.embedding.table.RowKeeper`.
 
@@ -251,30 +294,6 @@ class RowAdam(torch.optim.Optimizer):
                 else:
                     state[name].copy_(from_checkpoint(table.axis, table.ownership, values[name]))
             state["step"].fill_(0.0 if values is None else float(values["step"]))
-            self._rows[weight] = _Rows(
+            self._rows[weight] = RowState(
                 table, (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]), self._group_of(weight)
-            )
-
-
-def _check(group: dict[str, Any]) -> None:
-    """Refuse what cannot be right, before anything is changed."""
-    b1, b2 = group["betas"]
-    if float(group["lr"]) < 0 or group["eps"] < 0 or group["weight_decay"] < 0:
-        raise ValueError(
-            f"RowAdam: lr, eps and weight_decay must not be negative, got {float(group['lr'])}, {group['eps']} and "
-            f"{group['weight_decay']}"
-        )
-    if not (0 <= b1 < 1 and 0 <= b2 < 1):
-        raise ValueError(f"RowAdam: betas must be in [0, 1), got ({b1}, {b2})")
-    if float(group["lr"]) * group["weight_decay"] >= 1:
-        raise ValueError(
-            f"RowAdam: lr * weight_decay must be below 1, got {float(group['lr'])} * {group['weight_decay']}"
-        )
-    if group["mode"] not in MODES:
-        raise ValueError(f"RowAdam: mode {group['mode']!r} is not one of {', '.join(MODES)}")
-    for weight in group["params"]:
-        if not isinstance(getattr(weight, "row_table", None), RowTable):
-            raise TypeError(
-                f"RowAdam: a parameter of shape {list(weight.shape)} is not the weight of a weft.ShardedEmbedding; "
-                f"step it with another optimizer"
             )

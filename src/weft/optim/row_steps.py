@@ -124,6 +124,20 @@ def step_dense(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> N
             x.index_copy_(0, others, rest)
 
 
+def step_whole(shard: Shard, grads: Tensor, step: AdamStep) -> None:
+    """The same for all rows of a shard, where they lie."""
+    for start in range(0, len(shard.weight), shard.block):
+        rows = min(shard.block, len(shard.weight) - start)
+        part = slice(start, start + rows)
+        here = [x[part] for x in (shard.weight, shard.exp_avg, shard.exp_avg_sq)]
+        flat = [_where_it_lies(shard, index, x) for index, x in enumerate(here)]
+        grad = _where_it_lies(shard, 3, grads[part])
+        _adam(flat[0], grad, flat[1], flat[2], step)
+        for x, memory in zip(here, flat, strict=True):
+            if memory.data_ptr() != x.data_ptr():
+                x.copy_(shard.view(memory, rows))
+
+
 def _where_it_lies(shard: Shard, index: int, rows: Tensor) -> Tensor:
     """A block's memory itself, flat, or a padded copy where it cannot be stepped there."""
     if rows.dtype == shard.exp_avg.dtype and rows.is_contiguous() and rows.numel() % _REGISTER == 0:

@@ -16,7 +16,7 @@ from weft.optim.owners import Averaged, Held, Owners, Route, Travel
 from weft.optim.part import Examined, StepPart
 from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
 from weft.optim.sharded_state import load_slices, save_slices
-from weft.optim.slices import Range, cut_bucket, fill_buckets
+from weft.optim.slices import Range, cut_bucket, fill_buckets, flat_of, write_range
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,13 @@ class ShardedAdamW(StepPart):
         """The axis of ``group``."""
         return list(self._owners.axes)
 
+    def cut(self, bucket_bytes: int) -> None:
+        """Other buckets, and so other slices: only before the first step."""
+        if any(float(state["step"]) for state in self.state.values()):
+            raise ValueError("ShardedAdamW: bucket_bytes cannot change after the first step: slices have state")
+        self._bucket_bytes, self._buckets = bucket_bytes, []
+        self._place([parameter for group in self.param_groups for parameter in group["params"]])
+
     def buckets(self) -> list[list[Tensor]]:
         """By ``bucket_bytes``, the last parameters first."""
         return [list(dict.fromkeys(piece.parameter for piece in bucket)) for bucket in self._buckets]
@@ -191,7 +198,7 @@ class ShardedAdamW(StepPart):
     def send(self, bucket: int) -> None:
         """Start gradients to the owners of their slices."""
         one = self._under_way[bucket]
-        grads = [_flat(self.gradient_of(piece.parameter))[slice(*piece.where)] for piece in one.pieces]
+        grads = [flat_of(self.gradient_of(piece.parameter))[slice(*piece.where)] for piece in one.pieces]
         one.gradients = self._owners.gather("ShardedAdamW", one.routes, grads)
 
     def _arrive(self, one: _Bucket) -> Held:
@@ -220,7 +227,7 @@ class ShardedAdamW(StepPart):
 
     def _step(self, one: _Bucket, piece: _Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
         """The piece after the step, in its parameter's dtype. What may yet be dropped is computed on copies."""
-        state, own = self.state[piece.parameter], _flat(piece.parameter)[slice(*piece.where)]
+        state, own = self.state[piece.parameter], flat_of(piece.parameter)[slice(*piece.where)]
         new = {name: state[name] for name in ("exp_avg", "exp_avg_sq", "master") if name in state}
         wide = new.get("master", own)
         if self.tentative:
@@ -247,7 +254,7 @@ class ShardedAdamW(StepPart):
                 continue
             for piece, weight in zip(one.pieces, weights, strict=True):
                 assert weight is not None
-                _write(piece.parameter, piece.where, weight)
+                write_range(piece.parameter, piece.where, weight)
             for piece, new in one.states:
                 self.state[piece.parameter].update(new)
         if accepted:
@@ -278,17 +285,3 @@ class ShardedAdamW(StepPart):
         states = load_slices(self._axis, parameters, self._ranges, fresh, given, self._names)
         super().load_state_dict(saved)
         self.state.update(zip(parameters, states, strict=True))
-
-
-def _flat(tensor: Tensor | None) -> Tensor:
-    """All elements in a row: in the same memory if that is contiguous."""
-    assert tensor is not None
-    return tensor.detach().reshape(-1)
-
-
-def _write(parameter: Tensor, where: Range, values: Tensor) -> None:
-    """Put values into a range of a flattened parameter, however it lies in memory."""
-    flat = _flat(parameter)
-    flat[slice(*where)] = values
-    if not parameter.is_contiguous():
-        parameter.copy_(flat.view(parameter.shape))

@@ -97,3 +97,17 @@ def trade(
 def _overlap(one: Range, other: Range) -> Range:
     low = max(one[0], other[0])
     return low, max(low, min(one[1], other[1]))
+
+
+def flat_of(tensor: Tensor | None) -> Tensor:
+    """All elements in a row: in the same memory if that is contiguous."""
+    assert tensor is not None
+    return tensor.detach().reshape(-1)
+
+
+def write_range(parameter: Tensor, where: Range, values: Tensor) -> None:
+    """Put values into a range of a flattened parameter, however it lies in memory."""
+    flat = flat_of(parameter)
+    flat[slice(*where)] = values
+    if not parameter.is_contiguous():
+        parameter.copy_(flat.view(parameter.shape))

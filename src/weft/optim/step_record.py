@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from weft.optim.step_run import Unit
 
 AGREEING = "agreeing"  # the row of what ranks tell each other: presence, norms, verdicts
-BACKWARD = "backward"
 
 
 @dataclass
@@ -64,6 +63,12 @@ class StepRecord:
         with record() as ledger:
             yield
         self.of(unit).sends.events += ledger.events
+
+    @contextmanager
+    def returning(self, unit: Unit) -> Iterator[None]:
+        with record() as ledger:
+            yield
+        self.of(unit).returns.events += ledger.events
 
     @contextmanager
     def working(self, unit: Unit) -> Iterator[None]:

@@ -49,6 +49,27 @@ def union_of_axes(parts: Sequence[StepPart]) -> list[Axis]:
     return found
 
 
+def send_in_order(units: Sequence[Unit], record: StepRecord) -> None:
+    """Start the gradients of units."""
+    for unit in units:
+        with record.sending(unit):
+            unit.part.send(unit.bucket)
+
+
+def work_in_order(units: Sequence[Unit], scale: float, record: StepRecord) -> None:
+    """Work on units. Messages of several hops are moved on: the next unit's gradients, the last one's results."""
+    for place, unit in enumerate(units):
+        if unit.part.travels(unit.bucket):  # else there is work to do while others' first messages travel
+            for ahead in units[place : place + 2]:
+                with record.sending(ahead):
+                    ahead.part.advance(ahead.bucket)
+        with record.working(unit):
+            unit.part.work_on(unit.bucket, scale)
+        for behind in units[max(0, place - 1) : place]:
+            with record.returning(behind):
+                behind.part.advance(behind.bucket)
+
+
 class StepRun:
     """The step under way of some named ``parts``. ``label`` stands in errors and in the names of its own messages.
 
@@ -61,10 +82,13 @@ class StepRun:
     | integers      | whether all work succeeded, where that is not known before     | `finish`, beside the results  |
     """
 
-    def __init__(self, label: str, parts: Mapping[str, StepPart], record: StepRecord | None = None) -> None:
-        self._label, self._parts = label, dict(parts)
+    def __init__(
+        self, label: str, parts: Mapping[str, StepPart], record: StepRecord | None = None, rehearsal: bool = False
+    ) -> None:
+        """A ``rehearsal`` changes nothing, whatever comes out."""
+        self._label, self._parts, self._rehearsal = label, dict(parts), rehearsal
         self._axes = union_of_axes(list(parts.values()))
-        self._tentative = any(part.fails_late for part in self._parts.values())
+        self._tentative = rehearsal or any(part.fails_late for part in self._parts.values())
         self._reason: str | None = None  # why nothing will be changed
         self._names: list[str] = []
         self._stays = False
@@ -78,9 +102,7 @@ class StepRun:
 
     def send(self, units: Sequence[Unit]) -> None:
         """Start the gradients of some units, in this order."""
-        for unit in units:
-            with self.record.sending(unit):
-                unit.part.send(unit.bucket)
+        send_in_order(units, self.record)
 
     def start(
         self, scatter: Sequence[Unit], found_inf: Tensor | None = None, sent: Sequence[Tensor] | None = None,
@@ -101,18 +123,20 @@ class StepRun:
                 )
         except BaseException:
             if sent is not None:
-                self._drop()
+                self.drop()
             raise
         self._stays = findings.found_inf or findings.nonfinite is not None
         self._reason = None if findings.found_inf else findings.nonfinite
         there = [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
         if self._stays:
             if sent is not None:
-                self._drop()
+                self.drop()
         elif sent is None or {id(p) for p in sent} != {id(p) for p in there}:
             if sent is not None:
-                self._drop()
+                self.drop()
             self.send_early(scatter, there)
+        for unit in () if self._stays else scatter:
+            self.record.of(unit).sends.events += unit.part.sent_before(unit.bucket)
         return there
 
     def _join(self, examined: Sequence[Examined], fault: Exception | None) -> Examined:
@@ -143,14 +167,7 @@ class StepRun:
                 self._reason = f"the norm of the gradients is {norm}"
                 return norm
             scale *= min(1.0, clip / (norm + 1e-6))
-        for place, unit in enumerate(units):
-            if unit.part.travels(unit.bucket):  # else there is work to do while others' first messages travel
-                for ahead in units[place : place + 2]:
-                    ahead.part.advance(ahead.bucket)
-            with self.record.working(unit):
-                unit.part.work_on(unit.bucket, scale)
-            for behind in units[max(0, place - 1) : place]:
-                behind.part.advance(behind.bucket)
+        work_in_order(units, scale, self.record)
         return norm
 
     def _norm(self, units: Sequence[Unit]) -> float:
@@ -198,11 +215,8 @@ class StepRun:
             before += sum(len(group["params"]) for group in part.param_groups)
         return 0
 
-    def finish(self, accept: bool = True) -> str | None:
-        """Hear whether all ranks' work succeeded, take what comes back; why nothing was changed, if that is so.
-
-        Without ``accept`` nothing is changed in any case: a rehearsal.
-        """
+    def finish(self) -> str | None:
+        """Hear whether all ranks' work succeeded, take what comes back; why nothing was changed, if that is so."""
         if self._tentative and not self._stays:
             with self.record.telling():
                 failed = tell_all(
@@ -210,7 +224,7 @@ class StepRun:
                     lambda axis, told: list(next((row for row in told if row[0]), told[0])),
                 )[0]  # fmt: skip
             self._reason = self._explain(failed - 1) if failed else self._reason
-        self._settle(accept and self._reason is None and not self._stays)
+        self._settle(self._reason is None and not self._stays and not self._rehearsal)
         return self._reason
 
     def _explain(self, number: int) -> str:
@@ -227,7 +241,6 @@ class StepRun:
             with self.record.settling(name):
                 part.settle(accepted)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Wait for what is under way and forget it."""
         self._settle(False)
-

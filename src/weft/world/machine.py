@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.world.virtual import VirtualWorld
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,12 @@ class Machine:
     def operator_seconds(self, flops: float, size: int) -> float:
         """How long a local operator of ``flops`` that touches ``size`` bytes takes."""
         return max(flops / self.flops, size / self.memory_bandwidth)
+
+    def world(self, size: int) -> VirtualWorld:
+        """A virtual world of ``size`` ranks of this machine, on an ideal network."""
+        from weft.world.virtual import VirtualWorld  # it is made of machines
+
+        return VirtualWorld(size, self)
 
     @property
     def counts_operators(self) -> bool:

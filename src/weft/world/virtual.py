@@ -116,11 +116,11 @@ class _Switchboard:
         enter_world(axis)
         ledger.settle_in(self.ledgers[axis.wire.rank])
         reads = nullcontext() if self.lines is None else HostReads(self.lines, axis.wire.rank)
-        costs = nullcontext() if self.machine is None else counting(self.machine, self._spend, self.known)
+        costs = nullcontext() if self.machine is None else counting(self.machine, self.spend, self.known)
         with reads, costs:
             yield
 
-    def _spend(self, operator: str, seconds: float) -> None:
+    def spend(self, operator: str, seconds: float) -> None:
         task = self.scheduler.current
         start, task.clock = task.clock, task.clock + seconds
         self.operators.append(Event(operator, task.rank, start=start, end=task.clock, lane="compute"))
@@ -151,9 +151,14 @@ class VirtualWire:
 
     def __init__(self, board: _Switchboard, rank: int) -> None:
         self._board, self.rank, self.size = board, rank, board.size
+        self.numbers = range(board.size)
 
     def clock(self) -> float:
         return self._board.scheduler.current.clock
+
+    def spend(self, what: str, seconds: float) -> None:
+        """Let this rank compute for so long, in a world with a machine."""
+        self._board.spend(what, seconds)
 
     def announce(self, record: CallRecord) -> None:
         self._board.calls[self.rank][record.counter] = record

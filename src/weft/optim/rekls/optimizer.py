@@ -89,6 +89,7 @@ class REKLS(StepPart):
         self._plans: dict[Tensor, Plan] = {}
         self._axes: list[Axis] = []
         self._in_waves: list[list[Tensor]] | None = None
+        self._wave_bytes: int | None = None
         self._under_way: list[Wave] = []
 
     @torch.no_grad()
@@ -122,11 +123,15 @@ class REKLS(StepPart):
         """All axes that a parameter lies on."""
         return list(self._axes)
 
+    def cut(self, bucket_bytes: int) -> None:
+        """Waves in which an owner gets about so many bytes of gradients."""
+        self._wave_bytes, self._in_waves = bucket_bytes, None
+
     def buckets(self) -> list[list[Tensor]]:
         """Waves: what does not travel, then matrices whose pieces travel together."""
         if self._in_waves is None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            waves = in_waves([self._plans[parameter] for parameter in parameters])
+            waves = in_waves([self._plans[parameter] for parameter in parameters], self._wave_bytes)
             self._in_waves = [[parameters[index] for index in wave] for wave in waves]
         return self._in_waves
 
@@ -137,6 +142,15 @@ class REKLS(StepPart):
         faults = (find_group_fault(group, tuple(VARIANTS)) for group in self.param_groups)
         found.fault = next((fault for fault in faults if fault is not None), None)
         found.settings = tuple(Settings.of(group) for group in self.param_groups)
+        needed = {p: one.decays_gradient for one, group in zip(found.settings, self.param_groups, strict=True)
+                  for p in group["params"]}  # fmt: skip
+        if any(
+            needed[task.parameter] != task.settings.decays_gradient for wave in self._under_way for task in wave.tasks
+        ):
+            found.fault = found.fault or RuntimeError(
+                "REKLS: weight_decay or its method was changed between the backward and the step, when gradients had "
+                "been sent"
+            )
         found.alike = [
             self._tensor_axis if self._plans[parameter].replicated else None for parameter in found.parameters
         ]
@@ -180,6 +194,9 @@ class REKLS(StepPart):
         """Decompositions, projections and Adam for the matrices of a wave that this rank owns."""
         wave = self._under_way[bucket]
         if wave.tasks:
+            groups = {p: group for group in self.param_groups for p in group["params"]}
+            for task in wave.tasks:  # gradients may have left before a scheduler changed the rate
+                task.settings = Settings.of(groups[task.parameter])
             wave.work(self.state, scale)
             if wave.failed is not None and not self.failed:
                 self.failed = 1 + list(self._plans.values()).index(wave.failed)

@@ -139,8 +139,10 @@ def _elements(parameter: Tensor, placement: Placement) -> int:
     return parameter.numel() if is_dtensor(parameter) else torch.Size(placement.whole).numel()
 
 
-def in_waves(plans: Sequence[Plan]) -> list[list[int]]:
+def in_waves(plans: Sequence[Plan], wave_bytes: int | None = None) -> list[list[int]]:
     """Indices of plans whose pieces travel together, in the order in which they are worked on.
+
+    An owner gets about ``wave_bytes`` of gradients in a wave; None: at least `WAVE_BYTES`, in at most `WAVES`.
 
     What does not travel comes first: it is worked on while the first pieces are on their way. Nothing hides the first
     pieces' way to their owners and the last ones' way back, so each owner's two smallest matrices go first and last.
@@ -159,7 +161,8 @@ def in_waves(plans: Sequence[Plan]) -> list[list[int]]:
         most = max(
             sum(plans[index].elements * plans[index].wide.itemsize for index in some) for some in of_owner.values()
         )
-        count = min(WAVES, max(1, most // WAVE_BYTES), max(len(some) for some in of_owner.values()))
+        wanted = min(WAVES, max(1, most // WAVE_BYTES)) if wave_bytes is None else -(-most // wave_bytes)
+        count = min(wanted, max(len(some) for some in of_owner.values()))
         cut: list[list[int]] = [[] for _ in range(count)]
         for some in of_owner.values():
             for index, wave in zip(some, _wave_of_each(len(some), count), strict=True):

@@ -1,0 +1,89 @@
+"""The units of a step, their names, and the two orders they stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.optim.part import StepPart
+from weft.optim.step_run import Unit
+
+
+def name_parts(parts: Sequence[StepPart]) -> dict[str, StepPart]:
+    """Each part by the name of its class; the second of a class is called ``REKLS_2``, and so on.
+
+    >>> import torch, weft
+    >>> one, other = (weft.ShardedAdamW([torch.nn.Parameter(torch.ones(2))]) for _ in range(2))
+    >>> list(name_parts([one, other]))
+    ['ShardedAdamW', 'ShardedAdamW_2']
+    """
+    named: dict[str, StepPart] = {}
+    for part in parts:
+        kind = type(part).__name__
+        count = sum(type(other).__name__ == kind for other in named.values())
+        named[kind if not count else f"{kind}_{count + 1}"] = part
+    return named
+
+
+def list_units(parts: dict[str, StepPart]) -> list[Unit]:
+    """Every bucket of every part, as ``PART.NUMBER``."""
+    return [
+        Unit(part, bucket, f"{name}.{bucket}") for name, part in parts.items() for bucket in range(len(part.buckets()))
+    ]
+
+
+@dataclass(frozen=True)
+class Orders:
+    """In which order units send their gradients, and in which they are worked on: names of units."""
+
+    scatter: tuple[str, ...]
+    work: tuple[str, ...]
+
+    @staticmethod
+    def default(units: Sequence[Unit]) -> Orders:
+        """As listed. Tables, whose gradients left in the backward and whose rows do not come back, are worked on last:
+        under that the others' results travel."""
+        tables = [unit.name for unit in units if not unit.part.sends_in_step]
+        others = [unit.name for unit in units if unit.part.sends_in_step]
+        return Orders((*tables, *others), (*others, *tables))
+
+    def sort_scatter(self, units: Sequence[Unit]) -> list[Unit]:
+        return _sort(units, self.scatter)
+
+    def sort_work(self, units: Sequence[Unit]) -> list[Unit]:
+        return _sort(units, self.work)
+
+
+def _sort(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
+    by_name = {unit.name: unit for unit in units}
+    return [by_name[name] for name in names]
+
+
+def read_order(word: str, given: Sequence[str], units: Sequence[Unit], default: Sequence[str]) -> tuple[str, ...]:
+    """An order that names parts or units, with the others behind them in the order of ``default``."""
+    found: list[str] = []
+    for name in given:
+        meant = [unit.name for unit in units if name in (unit.name, unit.name.rpartition(".")[0])]
+        if not meant:
+            known = ", ".join(unit.name for unit in units)
+            raise ValueError(
+                f"OverlappedStep: {word} names {name!r}, which is no part or bucket of one; there are {known}"
+            )
+        again = [one for one in meant if one in found]
+        if again and name in again:
+            raise ValueError(f"OverlappedStep: {word} names {name!r} twice")
+        found += [one for one in meant if one not in found]
+    return (*found, *(name for name in default if name not in found))
+
+
+def find_scatter_fault(order: Sequence[str], units: Sequence[Unit]) -> Exception | None:
+    """Tables cannot come later: their gradients have left in the backward."""
+    tables = {unit.name for unit in units if not unit.part.sends_in_step}
+    after = next((place for place, name in enumerate(order) if name not in tables), len(order))
+    late = [name for name in order[after:] if name in tables]
+    if late:
+        return ValueError(
+            f"OverlappedStep: scatter_order has {late[0]} after {order[after]}, but the gradients of tables leave in "
+            f"the backward; name it first or leave it out"
+        )
+    return None

@@ -1,0 +1,92 @@
+"""What `RowAdam` keeps of one table: moments, and up to which step each own row is up to date."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.embedding import RowTable
+from weft.optim.row_steps import Shard, catch_up_rows
+from weft.optim.skipped_steps import StepHistory
+
+LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
+
+
+class RowState:
+    """The optimizer's part of one table. ``shard`` is what it steps in place."""
+
+    def __init__(self, table: RowTable, moments: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
+        self.table, self.moments = table, moments
+        count, device = table.ownership.count(table.axis.rank), table.weight.device
+        self.last = torch.full((count,), step, dtype=torch.int32, device=device)
+        # A row at rest does not move by itself: its momentum is zero.
+        self.at_rest = (moments[0] == 0).all(1) if step else torch.ones(count, dtype=torch.bool, device=device)
+        self.history = StepHistory(step, tuple(group["betas"]), group["eps"], table.wide)
+        self.shard = Shard(table.shard, *moments)
+
+    def prepare(self, group: dict[str, Any]) -> None:
+        """Before a step with the options of ``group``: if the last ones differ, bring all rows up to date."""
+        history, lazy = self.history, group["mode"] == "lazy"
+        settings = (tuple(group["betas"]), group["eps"])
+        other = settings != (history.betas, history.eps) or (
+            history.horizon is None and history.now - history.base >= LONGEST
+        )
+        if lazy and history.now > history.base:  # it was another mode before
+            self.catch_up(None, for_step=True)
+        elif not lazy and other:
+            self.catch_up(None, for_step=True)  # by what they were made with
+            self.history = StepHistory(history.now, *settings, self.table.wide)
+
+    def catch_up(self, places: Tensor | None, for_step: bool) -> None:
+        """Bring rows (None: all) to the last step. ``for_step``: their moments too, if nothing else would change."""
+        history = self.history
+        if places is None:
+            places = torch.arange(len(self.last), device=self.last.device)
+        last, at_rest = self.last[places], self.at_rest[places]
+        stale = last < history.now
+        if not for_step and not history.decays:
+            stale &= ~at_rest
+        places, last, at_rest = places[stale], last[stale], at_rest[stale]
+        if not len(places):
+            return
+        self.shard.weight = self.table.shard
+        with self.table.writing():
+            faded = places[self._bring(self.shard, places, last, at_rest)]
+            self.last[places] = history.now
+            self.at_rest[faded] = True
+
+    def catch_up_copies(self, copies: Shard, places: Tensor) -> None:
+        """The same for copies of the rows at ``places``, which lie in ``copies`` one after the other."""
+        last, at_rest = self.last[places], self.at_rest[places]
+        stale = (last < self.history.now).nonzero().view(-1)
+        if len(stale):
+            self._bring(copies, stale, last[stale], at_rest[stale])
+
+    def _bring(self, shard: Shard, places: Tensor, last: Tensor, at_rest: Tensor) -> Tensor:
+        """Rows of a shard from their last steps to now; of which of them the momentum has faded, and is zero."""
+        history = self.history
+        known, which = torch.unique(last, return_inverse=True)
+        skipped = history.skipped(known)
+        for moving in (False, True):  # rows at rest need no sum over steps
+            chosen = at_rest != moving
+            if chosen.any():
+                how = skipped if moving else skipped.at_rest()
+                catch_up_rows(shard, places[chosen], which[chosen], how, history.eps)
+        if history.horizon is None:
+            return torch.zeros_like(at_rest)
+        faded = ~at_rest & (history.now - last > history.horizon)
+        shard.exp_avg[places[faded]] = 0
+        return faded
+
+    def stepped(self, group: dict[str, Any], number: int, places: Tensor) -> None:
+        """Note that step ``number`` has been made, with gradients for ``places``."""
+        if group["mode"] == "lazy":
+            self.history.base = self.history.now = number
+            self.last.fill_(number)
+        else:
+            self.history.append(float(group["lr"]), group["weight_decay"])
+            self.last[places] = number
+        self.at_rest[places] = False
+        self.table.stepped(places)
