@@ -74,6 +74,16 @@ class Axis:
             subsets[members] = CallCounter(f"{self.counter.name}[{','.join(map(str, members))}]", members)
         return Axis(self.wire, members, list(ranks).index(self.rank), subsets[members])
 
+    def apart(self, name: str) -> Axis:
+        """The same ranks, with calls counted apart: they may stand anywhere between the others.
+
+        Not on NCCL, where all messages of a group stand in one line.
+        """
+        named = self.counter.named
+        if name not in named:
+            named[name] = CallCounter(f"{self.counter.name} {name}", self.counter.members)
+        return Axis(self.wire, self.members, self.rank, named[name])
+
     def begin(
         self,
         operation: str,

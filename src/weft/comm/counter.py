@@ -25,6 +25,7 @@ class CallCounter:
     lanes: int = 0
     agreed: set[str] = field(default_factory=set)
     subsets: dict[tuple[int, ...], CallCounter] = field(default_factory=dict)
+    named: dict[str, CallCounter] = field(default_factory=dict)
     cache: dict[object, Any] = field(default_factory=dict)  # what an operation remembers about these ranks
     _signatures: dict[object, tuple[Signature, int]] = field(default_factory=dict)
 

@@ -46,12 +46,14 @@ def find_parameter_fault(number: int, parameter: Tensor, rank: int) -> Exception
 def find_wrapper_fault(names: Mapping[Tensor, str], rank: int) -> Exception | None:
     """Whether a DistributedDataParallel averages the gradients of one of the parameters.
 
-    torch leaves no trace of it on a parameter, so live objects are looked through.
+    torch leaves no trace of it on a parameter, so its live instances are asked.
     """
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedDataParallel):
-            for name, parameter in thing.module.named_parameters():
-                if parameter in names and name not in thing.parameters_to_ignore:
+    kinds: list[type] = [DistributedDataParallel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for wrapper in (thing for thing in gc.get_referrers(kind) if type(thing) is kind):
+            for name, parameter in wrapper.module.named_parameters():
+                if parameter in names and name not in wrapper.parameters_to_ignore:
                     return ValueError(
                         f"ShardedAdamW: {names[parameter]} is in a DistributedDataParallel, which averages its "
                         f"gradients already; leave the wrapper out (rank {rank})"

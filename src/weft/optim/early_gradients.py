@@ -98,7 +98,7 @@ class EarlyGradients:
             if grad is None or hasattr(parameter, "row_table"):
                 continue
             if now is None or (not scaled and (local_of(now) is not grad or grad._version != version)):
-                return RuntimeError(
+                return ValueError(
                     f"OverlappedStep: the gradient of {names(parameter)} was changed after it had been sent in the "
                     f"backward (rank {rank}); run all backwards but the last in no_sync(), clip with clip=, or use "
                     f"overlap_backward=False"

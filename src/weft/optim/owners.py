@@ -113,6 +113,8 @@ class Owners:
 
     def __init__(self, axes: Sequence[Axis]) -> None:
         self.axes = tuple(axes)
+        # Gradients may leave in a backward, at another point of it on a rank that lacks one.
+        self._lines = tuple(axis.apart("owners") for axis in axes)
         self.here: Place = tuple(axis.rank for axis in axes)
         self._loads = dict.fromkeys(itertools.product(*(range(axis.size) for axis in axes)), 0.0)
 
@@ -170,7 +172,7 @@ class Owners:
                 for rank, part in enumerate(parts[index]):
                     if rank != axis.rank:
                         receives[rank].append(part)
-            call = axis.begin(f"{name}.to_owners", _Options(level, len(routes)))
+            call = self._lines[level].begin(f"{name}.to_owners", _Options(level, len(routes)))
             pending = exchange_parcels(call, _filled(sends), _filled(receives))
 
             def finish() -> Held:
@@ -206,7 +208,7 @@ class Owners:
                 for rank, piece in enumerate(cut):
                     if rank != axis.rank:
                         sends[rank].append(piece.contiguous())
-            call = axis.begin(f"{name}.from_owners", _Options(level, len(routes)))
+            call = self._lines[level].begin(f"{name}.from_owners", _Options(level, len(routes)))
             pending = exchange_parcels(call, _filled(sends), _filled(receives))
 
             def finish() -> Held:

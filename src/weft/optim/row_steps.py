@@ -50,10 +50,17 @@ class Shard:
 
     def room(self, index: int, rows: int) -> Tensor:
         """Memory that is used again and again, flat, for ``rows`` rows and to the end of a vector register."""
-        size = -(-self.block * self.width // _REGISTER) * _REGISTER
+        size = -(-min(self.block, len(self.exp_avg)) * self.width // _REGISTER) * _REGISTER
+        needed = -(-rows * self.width // _REGISTER) * _REGISTER
         while len(self._memory) <= index:
             self._memory.append(self.exp_avg.new_zeros(size))
-        return self._memory[index][: -(-rows * self.width // _REGISTER) * _REGISTER]
+        if self._memory[index].numel() < needed:  # made for fewer rows: see `like`
+            self._memory[index] = self.exp_avg.new_zeros(size)
+        return self._memory[index][:needed]
+
+    def like(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Shard:
+        """Other rows of the same kind, at most as many, that use the same memory for their steps."""
+        return Shard(weight, exp_avg, exp_avg_sq, self._memory)
 
     def view(self, memory: Tensor, rows: int) -> Tensor:
         return memory[: rows * self.width].view(rows, self.width)

@@ -147,7 +147,7 @@ class REKLS(StepPart):
         if any(
             needed[task.parameter] != task.settings.decays_gradient for wave in self._under_way for task in wave.tasks
         ):
-            found.fault = found.fault or RuntimeError(
+            found.fault = found.fault or ValueError(
                 "REKLS: weight_decay or its method was changed between the backward and the step, when gradients had "
                 "been sent"
             )

@@ -1,0 +1,257 @@
+"""`OverlappedStep` on virtual ranks: the bits of its parts one after the other, in every order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from mixed_model import (
+    Mixed,
+    assert_all_have,
+    backward,
+    ids_of,
+    overlapped,
+    train_alone,
+    train_in_sequence,
+    train_overlapped,
+)
+from torch import Tensor
+from worlds import every, virtual_world
+
+import weft
+
+pytestmark = pytest.mark.usefixtures("network")
+UNITS = ("REKLS.0", "ShardedAdamW.0", "RowAdam.0", "RowAdam.1")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("early", [False, True])
+def test_it_is_three_optimizers_on_averaged_gradients(size: int, early: bool) -> None:
+    """In one process, with gradients averaged by hand and torch's AdamW; with accumulation and without."""
+    for micros in every((1, 3)):
+        wanted = train_alone(size, 4, micros)
+        found = virtual_world(size).run(lambda axis, n=micros: train_overlapped(axis, 4, n, overlap_backward=early))
+        assert_all_have(wanted, found.results)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_order_has_the_same_bits(size: int) -> None:
+    wanted = virtual_world(size).run(lambda axis: train_in_sequence(axis, 2)).results[0]
+    orders = list(itertools.permutations(UNITS))[:: 1 if size == 2 else 5]
+    scatters = [("RowAdam", *rest) for rest in itertools.permutations(UNITS[:2])]
+    for place, work in enumerate(every(orders)):
+        options = {"work_order": work, "scatter_order": scatters[place % 2], "overlap_backward": place % 3 == 0}
+        found = virtual_world(size).run(lambda axis, o=options: train_overlapped(axis, 2, **o)).results
+        assert_all_have(wanted, found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["exact", "lazy", "auto"])
+def test_low_precision_and_the_modes_of_tables(size: int, mode: str) -> None:
+    """bf16 with fp32 masters and moments; tables whose rows lie still for some steps."""
+    for dtype in every((torch.bfloat16, torch.float64)):
+        wanted = virtual_world(size).run(lambda axis, d=dtype: train_in_sequence(axis, 5, 2, d, mode)).results[0]
+        found = virtual_world(size).run(
+            lambda axis, d=dtype: train_overlapped(axis, 5, 2, d, mode, overlap_backward=True)
+        )
+        assert_all_have(wanted, found.results)
+
+
+def test_buckets_of_any_size_have_the_same_bits() -> None:
+    wanted = virtual_world(3).run(lambda axis: train_in_sequence(axis, 3)).results[0]
+    for bucket_bytes in every((1, 60, 300, 1 << 20)):
+        found = virtual_world(3).run(
+            lambda axis, b=bucket_bytes: train_overlapped(axis, 3, bucket_bytes=b, overlap_backward=True)
+        )
+        assert_all_have(wanted, found.results)
+
+    def names(axis: weft.Axis, bucket_bytes: int) -> int:
+        return len(overlapped(Mixed(axis), axis, bucket_bytes=bucket_bytes).orders.work)
+
+    few, many = (virtual_world(3).run(lambda axis, b=b: names(axis, b)).results[0] for b in (1 << 20, 60))
+    assert few == 4 and many > 8
+
+
+def test_data_by_tensor_ranks() -> None:
+    """REKLS over two axes, where gradients travel in two hops, beside AdamW on one: as each of them alone."""
+    grads = [torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def program(axis: weft.Axis, joined: bool) -> list[Tensor]:
+        row, column = divmod(axis.rank, 2)
+        tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
+        shards = [torch.nn.Parameter(torch.ones(3, 8) * (1 + n)) for n in range(5)]
+        vectors = [torch.nn.Parameter(torch.ones(7))]
+        parts: list[weft.StepPart] = [
+            weft.REKLS(
+                [{"params": shards, "partition_dim": 0}], lr=0.1, variant="stable", group=tensor, data_group=data
+            ),
+            weft.ShardedAdamW(vectors, lr=0.1, group=data),
+        ]
+        steps = [weft.OverlappedStep(parts, work_order=["ShardedAdamW"], bucket_bytes=100)] if joined else parts
+        if not joined:
+            parts[0].cut(100)
+            parts[1].cut(100)
+        for grad in grads:
+            for number, shard in enumerate(shards):
+                shard.grad = grad[row + number % 3][3 * column : 3 * column + 3].clone()
+            vectors[0].grad = grad[row, 0, :7].clone()
+            for step in steps:
+                step.step()
+        return [p.detach() for p in (*shards, *vectors)]
+
+    apart, together = (virtual_world(4).run(lambda axis, j=j: program(axis, j)).results for j in (False, True))
+    for one, other in zip(apart, together, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_largest_norm_counts_everything_once(size: int) -> None:
+    """Against torch's clip on the whole, averaged gradients of one process."""
+
+    def alone() -> float:
+        axis = weft.Axis.of(None)
+        total: list[Tensor] = []
+        for rank in range(size):
+            model = Mixed(axis)
+            model(ids_of(0, 0, rank)).backward()
+            dense = [p.grad for p in (*model.matrices, *model.vectors) if p.grad is not None]
+            found = [*dense, *(table.weight.grad.to_dense() for table in (model.table, model.second))]
+            total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
+        return float(torch.cat([(grad / size).flatten() for grad in total]).double().norm())
+
+    def program(axis: weft.Axis, clip: float, early: bool) -> tuple[float, list[Tensor]]:
+        model = Mixed(axis)
+        optimizer = overlapped(model, axis, clip=clip, overlap_backward=early)
+        backward(model, axis, 0, 1)
+        optimizer.step()
+        return optimizer.norm, model.values()
+
+    norm = alone()
+    loose = virtual_world(size).run(lambda axis: train_overlapped(axis, 1)).results[0]
+    for early in (False, True):
+        for found, values in virtual_world(size).run(lambda axis, e=early: program(axis, 1e9, e)).results:
+            assert found == pytest.approx(norm, rel=1e-6)
+            assert all(torch.equal(*pair) for pair in zip(values, loose, strict=True))
+    tight = virtual_world(size).run(lambda axis: program(axis, norm / 3, True)).results
+    halved = virtual_world(size).run(lambda axis: clipped_by_hand(axis, norm / 3, norm)).results
+    for (found, values), wanted in zip(tight, halved, strict=True):
+        assert found == pytest.approx(norm, rel=1e-6)
+        for one, other in zip(values, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
+
+
+def clipped_by_hand(axis: weft.Axis, clip: float, norm: float) -> list[Tensor]:
+    model = Mixed(axis)
+    optimizer = overlapped(model, axis)
+    (model(ids_of(0, 0, axis.rank)) * (clip / (norm + 1e-6))).backward()
+    optimizer.step()
+    return model.values()
+
+
+def test_the_norm_over_two_axes() -> None:
+    """Sharded, replicated and averaged parameters count once each, also what lies on one of the axes only."""
+    whole = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).double()
+    square = torch.randn(5, 5, generator=torch.Generator().manual_seed(1)).double()
+    cut, same, apart = (torch.randn(6, generator=torch.Generator().manual_seed(seed)).double() for seed in (2, 3, 4))
+
+    def program(axis: weft.Axis) -> float:
+        row, column = divmod(axis.rank, 2)
+        tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
+        half = slice(3 * column, 3 * column + 3)
+        given = [(whole[half], 0), (square, None), (cut[half], 0), (same, None)]
+        parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad, _ in given]
+        for parameter, (grad, _) in zip(parameters, given, strict=True):
+            parameter.grad = grad.clone()
+        groups = [{"params": [p], "partition_dim": dim} for p, (_, dim) in zip(parameters, given, strict=True)]
+        vector = torch.nn.Parameter(torch.zeros(6).double())
+        vector.grad = apart.clone()
+        step = weft.OverlappedStep(
+            [weft.REKLS(groups, lr=0.1, group=tensor, data_group=data), weft.ShardedAdamW([vector], group=data)],
+            clip=1.0,
+        )
+        step.step()
+        return step.norm
+
+    wanted = float(torch.cat([x.flatten() for x in (whole, square, cut, same, apart)]).norm())
+    assert virtual_world(4).run(program).results == pytest.approx([wanted] * 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_parameters_that_come_and_go(early: bool) -> None:
+    """Used on all ranks in some steps only: what was expected and did not come is sent again without it."""
+
+    def program(axis: weft.Axis, joined: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(4)])
+        parts = [weft.ShardedAdamW(layers[:2].parameters(), lr=0.1, group=axis, bucket_bytes=70),
+                 weft.REKLS(layers[2:].parameters(), lr=0.1, variant="stable", group=axis.subset([axis.rank]),
+                            data_group=axis)]  # fmt: skip
+        steps = [weft.OverlappedStep(parts, overlap_backward=early)] if joined else parts
+        for step, used in enumerate(([0, 1, 2, 3], [0, 2], [0, 2], [1, 3], [0, 1, 2, 3], [0, 1, 2, 3])):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step + 100 * axis.rank))
+            for index in used:
+                x = layers[index](x).tanh()
+            if step == 4:
+                layers[0].bias.requires_grad_(False)
+            x.sum().backward()
+            for one in steps:
+                one.step()
+            for one in steps:
+                one.zero_grad()
+            layers[0].bias.requires_grad_(True)
+        return [p.detach() for p in layers.parameters()]
+
+    apart, together = (virtual_world(3).run(lambda axis, j=j: program(axis, j)).results for j in (False, True))
+    for one, other in zip(apart, together, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_gradients_leave_in_the_backward_in_one_order() -> None:
+    """That of ``scatter_order``: a unit whose gradients are final waits for those before it."""
+
+    def program(axis: weft.Axis, order: list[str]) -> tuple[list[tuple[int, int]], int]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width + 1) for width in (4, 5, 6)))
+        parts = [weft.ShardedAdamW(layer.parameters(), lr=0.1, group=axis) for layer in model]
+        step = weft.OverlappedStep(parts, overlap_backward=True, scatter_order=order)
+        seen: list[tuple[int, int]] = []  # layers whose gradients have come, messages that have left
+        with weft.record() as ledger:
+            for number, layer in enumerate(model):
+                layer.weight.register_hook(lambda grad, n=number: seen.append((n, sent(ledger))))
+            model(torch.ones(2, 4) * (1 + axis.rank)).sum().backward()
+            seen.append((-1, sent(ledger)))
+            step.step()
+        return seen, sent(ledger)
+
+    def sent(ledger) -> int:
+        return sum("to_owners" in event.operation and bool(event.sends) for event in ledger.events)
+
+    as_they_come = ["ShardedAdamW_3", "ShardedAdamW_2", "ShardedAdamW"]
+    for seen, after in virtual_world(3).run(lambda axis: program(axis, as_they_come)).results:
+        assert seen == [(2, 0), (1, 1), (0, 2), (-1, 3)] and after == 3
+    held_up = ["ShardedAdamW", "ShardedAdamW_3", "ShardedAdamW_2"]
+    for seen, after in virtual_world(3).run(lambda axis: program(axis, held_up)).results:
+        assert seen == [(2, 0), (1, 0), (0, 0), (-1, 3)] and after == 3
+
+
+def test_random_orders_and_buckets() -> None:
+    draw = random.Random(0)
+    wanted = virtual_world(4).run(lambda axis: train_in_sequence(axis, 2, 2)).results[0]
+    for _ in every(range(4)):
+        seed = draw.random()
+
+        def program(axis: weft.Axis, seed: float = seed) -> list[Tensor]:
+            model = Mixed(axis)
+            optimizer = overlapped(model, axis, bucket_bytes=70, overlap_backward=seed < 0.5)
+            names = list(optimizer.orders.work)
+            random.Random(seed).shuffle(names)
+            optimizer = overlapped(model, axis, bucket_bytes=70, overlap_backward=seed < 0.5, work_order=names)
+            for step in range(2):
+                backward(model, axis, step, 2, optimizer.no_sync)
+                optimizer.step()
+                optimizer.zero_grad()
+            return model.values()
+
+        assert_all_have(wanted, virtual_world(4).run(program).results)
