@@ -51,7 +51,8 @@ def find_wrapper_fault(names: Mapping[Tensor, str], rank: int) -> Exception | No
     kinds: list[type] = [DistributedDataParallel]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        for wrapper in (thing for thing in gc.get_referrers(kind) if type(thing) is kind):
+        wrappers: list[Any] = [thing for thing in gc.get_referrers(kind) if type(thing) is kind]
+        for wrapper in wrappers:
             for name, parameter in wrapper.module.named_parameters():
                 if parameter in names and name not in wrapper.parameters_to_ignore:
                     return ValueError(

@@ -91,13 +91,18 @@ class EarlyGradients:
     def has_begun(self) -> bool:
         return self._run is not None
 
-    def find_fault(self, names: Callable[[Tensor], str], scaled: bool, rank: int) -> Exception | None:
-        """Whether a gradient was changed after it had left. A GradScaler that has not unscaled multiplies them by 1."""
+    def find_fault(self, names: Callable[[Tensor], str], scaler: str | None, rank: int) -> Exception | None:
+        """Whether a gradient was changed after it had left.
+
+        ``scaler``: whether a GradScaler has "unscaled" them, or will not and has "looked" at them: it then multiplies
+        them by 1. torch does not count what it writes there.
+        """
         for parameter, (grad, version) in self._sent.items():
             now = parameter.grad
             if grad is None or hasattr(parameter, "row_table"):
                 continue
-            if now is None or (not scaled and (local_of(now) is not grad or grad._version != version)):
+            same = now is not None and (scaler == "looked" or (local_of(now) is grad and grad._version == version))
+            if not same or scaler == "unscaled":
                 return ValueError(
                     f"OverlappedStep: the gradient of {names(parameter)} was changed after it had been sent in the "
                     f"backward (rank {rank}); run all backwards but the last in no_sync(), clip with clip=, or use "

@@ -66,9 +66,7 @@ def read_order(word: str, given: Sequence[str], units: Sequence[Unit], default: 
         meant = [unit.name for unit in units if name in (unit.name, unit.name.rpartition(".")[0])]
         if not meant:
             known = ", ".join(unit.name for unit in units)
-            raise ValueError(
-                f"OverlappedStep: {word} names {name!r}, which is no part or bucket of one; there are {known}"
-            )
+            raise ValueError(f"OverlappedStep: {word} names {name!r}, no part or bucket of one; there are {known}")
         again = [one for one in meant if one in found]
         if again and name in again:
             raise ValueError(f"OverlappedStep: {word} names {name!r} twice")

@@ -72,6 +72,7 @@ class OverlappedStep(torch.optim.Optimizer):
         self._clip, self._on_nonfinite = clip, on_nonfinite
         self.norm: float | None = None
         self._last: StepRecord | None = None
+        self._settled: dict[str, float] = {}  # seconds that writing took in the last step
         self._expected: list[Tensor] | None = None
         for part in parts:
             if bucket_bytes is not None:
@@ -141,7 +142,8 @@ class OverlappedStep(torch.optim.Optimizer):
         fault: Exception | None = None
         if self._early is not None and not rehearsal:
             run, sent = self._early.take()
-            fault = self._early.find_fault(self._name_of, grad_scale is not None, self._rank)
+            scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
+            fault = self._early.find_fault(self._name_of, scaler, self._rank)
         else:
             run = self._make_run(rehearsal)
         record = self._last = run.record
@@ -151,6 +153,8 @@ class OverlappedStep(torch.optim.Optimizer):
             self._expected = run.start(scatter, found_inf, sent, fault)
             self.norm = run.work(work, self._clip, grad_scale)
             reason = run.finish()
+            if reason is None and not rehearsal:
+                self._settled = dict(record.settled)
         finally:
             record.ended = clock()
             self._arm()
@@ -231,6 +235,7 @@ class OverlappedStep(torch.optim.Optimizer):
         if reason is not None:
             raise RuntimeError(f"OverlappedStep: tune() needs a step that can be made, but {reason}")
         assert self._last is not None
+        self._last.settled.update(self._settled)  # a rehearsal writes nothing
         return self._last
 
     # Parameter groups and states: those of the parts, one after the other.

@@ -11,7 +11,7 @@ import torch
 
 from weft.comm import Axis, Ledger, Pending
 from weft.optim.orders import Orders
-from weft.optim.step_record import StepRecord
+from weft.optim.step_record import StepRecord, part_of
 from weft.optim.step_run import Unit, send_in_order, work_in_order
 
 Sizes = list[tuple[int, int]]  # (rank in the world, bytes)
@@ -27,22 +27,26 @@ class Hop:
 
 @dataclass
 class UnitProfile:
-    """One unit of one rank: its exchanges out and back, and seconds of work."""
+    """One unit of one rank: its exchanges out and back, and seconds of packing and of work."""
 
     sends: list[Hop] = field(default_factory=list)
     returns: list[Hop] = field(default_factory=list)
     seconds: float = 0.0
+    packing: float = 0.0
 
 
 @dataclass
 class Profile:
-    """One rank's step: its units by name."""
+    """One rank's step: its units by name, and seconds of work before the first and, by part, when results are back."""
 
     units: dict[str, UnitProfile]
+    examined: float = 0.0
+    settled: dict[str, float] = field(default_factory=dict)
 
     @property
     def work(self) -> float:
-        return sum(unit.seconds for unit in self.units.values())
+        units = sum(unit.packing + unit.seconds for unit in self.units.values())
+        return self.examined + units + sum(self.settled.values())
 
     @property
     def bytes_sent(self) -> int:
@@ -56,18 +60,21 @@ class Profile:
         def hops(ledger: Ledger) -> list[Hop]:
             found = []
             for event in ledger.events:
-                if event.operation.endswith(".tell"):
+                names = [name for name in numbers if event.lane.startswith(name)]
+                if event.operation.endswith(".tell") or not names:  # without a name: an axis of one rank
                     continue
-                number = next(value for name, value in numbers.items() if event.lane.startswith(name))
-                found.append(Hop(*([(number[peer], size) for peer, size in side]
-                                   for side in (event.sends, event.receives))))  # fmt: skip
+                number = numbers[max(names, key=len)]
+                sends, receives = (
+                    [(number[peer], size) for peer, size in side] for side in (event.sends, event.receives)
+                )
+                found.append(Hop(sends, receives))
             return found
 
         units = {
-            name: UnitProfile(hops(unit.sends), hops(unit.returns), unit.seconds)
+            name: UnitProfile(hops(unit.sends), hops(unit.returns), unit.seconds, unit.packing)
             for name, unit in record.units.items()
-        }  # fmt: skip
-        return Profile(units)
+        }
+        return Profile(units, record.examined, dict(record.settled))
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -77,11 +84,13 @@ class Profile:
         def hop(value: dict[str, Any]) -> Hop:
             return Hop(*([(peer, size) for peer, size in value[side]] for side in ("sends", "receives")))
 
-        return Profile({
+        data = json.loads(text)
+        units = {
             name: UnitProfile([hop(one) for one in unit["sends"]], [hop(one) for one in unit["returns"]],
-                              unit["seconds"])
-            for name, unit in json.loads(text)["units"].items()
-        })  # fmt: skip
+                              unit["seconds"], unit["packing"])
+            for name, unit in data["units"].items()
+        }  # fmt: skip
+        return Profile(units, data["examined"], data["settled"])
 
 
 class TimedWire(Protocol):
@@ -115,6 +124,7 @@ class _Replayed:
         return bool(self._profile.sends)
 
     def send(self, bucket: int) -> None:
+        cast(TimedWire, self._axis.wire).spend(f"pack: {self._name}", self._profile.packing)
         self._go()
 
     def _go(self) -> None:
@@ -158,20 +168,25 @@ def replay(world: World, profiles: dict[int, Profile], orders: Orders, naive: bo
         made = {name: _Replayed(axis, name, profile, places) for name, profile in mine.units.items()}
         units = {name: Unit(cast(Any, one), 0, name) for name, one in made.items()}
         record = StepRecord(axis.wire.clock)
+        wire = cast(TimedWire, axis.wire)
+        wire.spend("examine", mine.examined)
         axis.begin("start", tell=[0]).told.wait()
         send_in_order([units[name] for name in orders.scatter], record)
         if naive:
             for name in orders.scatter:
                 made[name].wait()
             for name in orders.work:
-                cast(TimedWire, axis.wire).spend(name, mine.units[name].seconds)
+                wire.spend(name, mine.units[name].seconds)
             for name in orders.work:
                 made[name]._left = list(mine.units[name].returns)
                 made[name]._go()
         else:
             work_in_order([units[name] for name in orders.work], 1.0, record)
         axis.begin("finish", tell=[0]).told.wait()
-        for name in orders.work:
-            made[name].wait()
+        for part in dict.fromkeys(map(part_of, mine.units)):
+            for name, one in made.items():
+                if part_of(name) == part:
+                    one.wait()
+            wire.spend(f"settle: {part}", mine.settled.get(part, 0.0))
 
     return float(world.run(program).elapsed)

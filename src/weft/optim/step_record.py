@@ -20,10 +20,12 @@ AGREEING = "agreeing"  # the row of what ranks tell each other: presence, norms,
 
 @dataclass
 class UnitRecord:
-    """One unit in one step: its messages out and back, and the seconds of its work, waits not counted."""
+    """One unit in one step: its messages out and back, and the seconds of packing gradients and of its work, waits
+    not counted."""
 
     sends: Ledger = field(default_factory=Ledger)
     returns: Ledger = field(default_factory=Ledger)
+    packing: float = 0.0
     seconds: float = 0.0
 
 
@@ -52,6 +54,8 @@ class StepRecord:
         self.units: dict[str, UnitRecord] = {}
         self.agreeing = Ledger()
         self.work: list[Event] = []
+        self.examined = 0.0  # seconds of looking through gradients
+        self.settled: dict[str, float] = {}  # seconds of writing what came back, by part
         self.began: float | None = None
         self.ended: float | None = None
 
@@ -60,9 +64,13 @@ class StepRecord:
 
     @contextmanager
     def sending(self, unit: Unit) -> Iterator[None]:
+        mine = self.of(unit)
+        pending = [event for event in mine.sends.events if event.end is None]
+        start = self._clock()
         with record() as ledger:
             yield
-        self.of(unit).sends.events += ledger.events
+        mine.sends.events += ledger.events
+        mine.packing += max(0.0, self._clock() - start - sum(event.waited for event in pending))
 
     @contextmanager
     def returning(self, unit: Unit) -> Iterator[None]:
@@ -85,33 +93,56 @@ class StepRecord:
         self.work.append(Event(f"work: {unit.name}", self._rank, start=start, end=end, lane="work"))
 
     @contextmanager
-    def settling(self, part: str) -> Iterator[None]:
+    def examining(self) -> Iterator[None]:
         start = self._clock()
         yield
-        self.work.append(Event(f"settle: {part}", self._rank, start=start, end=self._clock(), lane="work"))
+        end = self._clock()
+        self.examined += end - start
+        self.work.append(Event("examine", self._rank, start=start, end=end, lane="work"))
+
+    @contextmanager
+    def settling(self, part: str) -> Iterator[None]:
+        pending = [event for name, unit in self.units.items() if part_of(name) == part
+                   for event in unit.sends.events + unit.returns.events if event.end is None]  # fmt: skip
+        start = self._clock()
+        yield
+        end = self._clock()
+        self.settled[part] = max(0.0, end - start - sum(event.waited for event in pending))
+        self.work.append(Event(f"settle: {part}", self._rank, start=start, end=end, lane="work"))
 
     @contextmanager
     def telling(self) -> Iterator[None]:
+        start = self._clock()
         with record() as ledger:
             yield
         self.agreeing.events += ledger.events
+        self.examined += max(0.0, self._clock() - start - sum(event.waited for event in ledger.events))
 
     def rows(self) -> list[PartRow]:
         """What each part sent and waited for, and what the ranks told each other."""
         parts: dict[str, list[UnitRecord]] = {}
         for name, unit in self.units.items():
-            parts.setdefault(name.rpartition(".")[0] or name, []).append(unit)
+            parts.setdefault(part_of(name), []).append(unit)
         found = [
             _row(part, [event for unit in units for event in unit.sends.events + unit.returns.events],
-                 sum(unit.seconds for unit in units))
+                 sum(unit.packing + unit.seconds for unit in units) + self.settled.get(part, 0.0))
             for part, units in parts.items()
         ]  # fmt: skip
-        return [*found, _row(AGREEING, self.agreeing.events, 0.0)]
+        return [*found, _row(AGREEING, self.agreeing.events, self.examined)]
 
     def save_trace(self, path: str | Path) -> None:
         """A Chrome trace of this rank's step: its messages and its work."""
         events = [event for unit in self.units.values() for event in unit.sends.events + unit.returns.events]
         Ledger(events + self.agreeing.events + self.work).save_trace(path)
+
+
+def part_of(unit: str) -> str:
+    """The part of a unit's name.
+
+    >>> part_of("REKLS.0")
+    'REKLS'
+    """
+    return unit.rpartition(".")[0] or unit
 
 
 def _row(part: str, events: list[Event], work: float) -> PartRow:

@@ -113,8 +113,8 @@ class StepRun:
         ``sent``: the parameters that `send_early` began with; all units are then under way. If other parameters have
         gradients than these, on all ranks, what was sent is dropped and sent again.
         """
-        examined = [part.examine() for part in self._parts.values()]
-        joined = self._join(examined, fault)
+        with self.record.examining():
+            joined = self._join([part.examine() for part in self._parts.values()], fault)
         self._names = joined.names
         try:
             with self.record.telling():

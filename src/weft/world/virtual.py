@@ -177,7 +177,7 @@ class VirtualWire:
         lines = self._board.lines
         if lines is not None:
             return lines.issue(self.rank, record, sends, expected)
-        with torch._C.DisableTorchFunction():  # what a network does is nobody's operator
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # a network's copies cost no rank time
             return self._both(expected, self._board.mail.send(self.rank, record, sends))
 
     def exchange_on_host(
@@ -189,7 +189,7 @@ class VirtualWire:
     @staticmethod
     def _both(expected: Pending[None], sent: Pending[None]) -> Pending[None]:
         def finish() -> None:
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 expected.wait()
                 sent.wait()
 
