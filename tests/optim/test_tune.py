@@ -17,10 +17,12 @@ MACHINE = weft.Machine(latency=1e-5, bandwidth=1e9, memory_bandwidth=4e9)
 
 def matrices(axis: weft.Axis, **options) -> tuple[weft.OverlappedStep, list[torch.nn.Parameter]]:
     """Parts with much to send and little work, and with little to send and much work."""
-    small = [torch.nn.Parameter(torch.ones(12, 12)) for _ in range(4)]
+    small = [torch.nn.Parameter(torch.ones(32, 32)) for _ in range(16)]
     large = [torch.nn.Parameter(torch.ones(20_000)) for _ in range(3)]
     parts = [weft.ShardedAdamW([one], lr=0.1, group=axis) for one in large]
-    parts.append(weft.REKLS(small, lr=0.1, variant="stable", group=axis.subset([axis.rank]), data_group=axis))
+    rekls = weft.REKLS(small, lr=0.1, variant="stable", group=axis.subset([axis.rank]), data_group=axis)
+    rekls.cut(4096)
+    parts.append(rekls)
     return weft.OverlappedStep(parts, **options), [*small, *large]
 
 
@@ -54,7 +56,7 @@ def test_a_replay_takes_as_long_as_the_step(size: int) -> None:
 def test_a_tuned_step_is_faster_in_virtual_time() -> None:
     """Than the order as listed, and by as much as was said; state and weights do not change by it."""
 
-    slow = weft.Machine(latency=1e-5, bandwidth=3e8, flops=1e9)
+    slow = weft.Machine(latency=1e-5, bandwidth=3e8, flops=2e9)
 
     def program(axis: weft.Axis, tuned: bool) -> tuple[float, Tuning | None, list[Tensor]]:
         step, parameters = matrices(axis)
@@ -69,7 +71,7 @@ def test_a_tuned_step_is_faster_in_virtual_time() -> None:
     seconds = [max(result[0] for result in run) for run in (plain, tuned)]
     tuning = tuned[0][1]
     assert all(result[1] == tuning for result in tuned) and len(tuning.tried) == 40
-    assert seconds[1] < 0.95 * seconds[0]
+    assert seconds[1] < 0.8 * seconds[0] and seconds[1] < 1.1 * tuning.bound
     present = next(one for one in tuning.tried if one.name == "present")
     assert tuning.tried[0].predicted / present.predicted == pytest.approx(seconds[1] / seconds[0], rel=0.1)
     assert all(one.predicted >= tuning.bound * 0.999 for one in tuning.tried)

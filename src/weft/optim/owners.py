@@ -234,8 +234,8 @@ def _filled(parcels: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are; of a meta tensor, whose step is made in virtual time, that is assumed."""
-    return tensor.is_meta or bool(torch.isfinite(tensor).all())
+    """Whether all elements are."""
+    return bool(torch.isfinite(tensor).all())
 
 
 def _joined(role: Role, parts: list[Tensor]) -> Tensor:

@@ -72,7 +72,7 @@ def tune(step: OverlappedStep, machine: Any, tries: int, measure: int) -> Tuning
         raise ValueError(f"OverlappedStep: tries and measure must be at least 1, got {tries} and {measure}")
     axes = step.axes
     mine = Profile.of(step.rehearse(step.orders), axes)
-    profiles = _gather(axes, mine)
+    profiles = gather_profiles(axes, mine)
     own = _own_number(axes)
     world = _world_of(machine, len(profiles))
     found = ""
@@ -103,7 +103,7 @@ def _own_number(axes: Sequence[Axis]) -> int:
     return axes[0].wire.numbers[axes[0].wire.rank] if axes else 0
 
 
-def _gather(axes: Sequence[Axis], mine: Profile) -> dict[int, Profile]:
+def gather_profiles(axes: Sequence[Axis], mine: Profile) -> dict[int, Profile]:
     """Every rank's profile, by its number: told along one axis after the other."""
     known = {str(_own_number(axes)): mine.to_text()}
     for axis in axes:
@@ -134,7 +134,8 @@ def search(
     draw = random.Random(0)
     stuck = 0
     while len(tried) < tries and stuck < 4 * tries:
-        best = min(tried.values(), key=lambda one: one.predicted)
+        least = min(one.predicted for one in tried.values())
+        best = draw.choice([one for one in tried.values() if one.predicted <= 1.001 * least])  # to leave a plateau
         before = len(tried)
         attempt("searched", _change(best.orders, fixed, draw))
         stuck = 0 if len(tried) > before else stuck + 1
@@ -175,6 +176,13 @@ def _by_rules(world: World, profiles: dict[int, Profile], present: Orders, fixed
     last = sorted((n for n in names if out[n] >= work[n]), key=lambda n: -work[n])
     early = sorted((n for n in names if work[n] < back[n]), key=lambda n: work[n])
     late = sorted((n for n in names if work[n] >= back[n]), key=lambda n: -back[n])
+    # Work enough to wait for long messages, these, and the rest under which their results travel.
+    heavy = sorted((n for n in names if work[n] > out[n] + back[n]), key=lambda n: out[n])
+    light = [n for n in names if n not in heavy]
+    between = {
+        f"messages after {count} of {len(heavy)}": both(heavy[:count] + light + heavy[count:])
+        for count in sorted({max(1, len(heavy) * share // 8) for share in (1, 2, 3, 4, 6)} if heavy else ())
+    }
     return {
         "present": present,
         "as listed": both(names),
@@ -183,6 +191,7 @@ def _by_rules(world: World, profiles: dict[int, Profile], present: Orders, fixed
         "little to send first": both(sorted(names, key=lambda n: out[n])),
         "most to return first": both(sorted(names, key=lambda n: -back[n])),
         "most work first": both(sorted(names, key=lambda n: -work[n])),
+        **between,
     }
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from weft.world.machine import Machine
 
 _aten = torch.ops.aten
+_READ = _aten._local_scalar_dense.default
 
 
 def _attention_flops(products: int, queries: int, keys: int, is_causal: int) -> Any:
@@ -27,8 +28,15 @@ def _attention_flops(products: int, queries: int, keys: int, is_causal: int) -> 
     return count
 
 
-# FLOPs of operators that torch's own registry lacks: the attention that CPUs and meta tensors take.
+def _eigh_flops(matrix: Any, uplo: str = "L", compute_v: bool = True, out_val: Any = None) -> int:
+    """FLOPs of an eigendecomposition: 4/3 n^3 to a tridiagonal matrix, and with vectors about 9 n^3 in all."""
+    n = matrix.shape[-1]
+    return int(matrix.numel() * n * (9 if compute_v else 4 / 3))
+
+
+# FLOPs of operators that torch's own registry lacks: the attention that CPUs and meta tensors take, and eigh.
 _FORMULAS = {
+    _aten._linalg_eigh: _eigh_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops(2, 0, 1, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_flops(5, 1, 2, 7),
 }
@@ -40,6 +48,8 @@ _Known = tuple[float, list[tuple[Any, ...]] | None]
 
 class CostMode(TorchDispatchMode):
     """Calls ``spend(name, seconds)`` for every operator: the longer of its FLOPs and its memory traffic.
+
+    What the host reads of a meta tensor is 1, or True: a program takes the way of ordinary values.
 
     Working out a meta operator takes torch some 200 microseconds and every rank repeats the same ones, so
     their outcomes are kept in ``known``, which the ranks of a world share.
@@ -55,6 +65,8 @@ class CostMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _READ and args[0].is_meta:
+            return args[0].dtype == torch.bool or 1
         if not _touches_memory(func):
             return func(*args, **kwargs)
         key = (func, _describe(args), _describe(tuple(kwargs.items()))) if _on_meta(args) else None
