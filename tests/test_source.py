@@ -52,8 +52,8 @@ def test_importing_weft_leaves_triton_alone() -> None:
 
 def test_public_names() -> None:
     assert set(weft.__all__) == {
-        "Axis", "BigramHashEmbedding", "Machine", "REKLS", "RowAdam", "RowExchange", "ShardedAdamW", "ShardedEmbedding",
-        "VirtualWorld", "attention", "clip_grad_norm_", "exclusive_scan", "head_strides", "launch", "linear_attention",
-        "record", "sequence", "shard", "unshard",
+        "Axis", "BigramHashEmbedding", "Machine", "OverlappedStep", "REKLS", "RowAdam", "RowExchange", "ShardedAdamW",
+        "ShardedEmbedding", "StepPart", "VirtualWorld", "attention", "clip_grad_norm_", "exclusive_scan",
+        "head_strides", "launch", "linear_attention", "record", "sequence", "shard", "unshard",
     }  # fmt: skip
     assert all(callable(getattr(weft, name)) for name in weft.__all__)

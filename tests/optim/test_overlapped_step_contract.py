@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def test_schedulers_closures_hooks_and_zero_grad(early: bool) -> None:
         seen = []
         for step in range(6):
 
-            def closure(step: int = step) -> Tensor:
+            def closure(model=model, optimizer=optimizer, step: int = step) -> Tensor:
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
                 loss = loss_of(model, step)
                 loss.backward()
@@ -271,44 +270,18 @@ def test_parts_that_differ_between_ranks_are_found() -> None:
     assert len(found) == 3 and all("OverlappedStep.step: the ranks disagree" in words for words in found)
 
 
-class SignStep(weft.StepPart):
-    """A part of one's own: the sign of the summed gradients, worked out on the first rank alone."""
+def sign_step() -> type[weft.StepPart]:
+    """The part of one's own in docs/overlapped_step.md."""
+    page = (Path(__file__).parents[2] / "docs" / "overlapped_step.md").read_text()
+    code = next(block for block in page.split("```python\n")[1:] if block.startswith("class SignStep"))
+    names: dict[str, Any] = {"weft": weft, "torch": torch}
+    exec(code.partition("```")[0], names)
 
-    def __init__(self, params: Any, lr: float, group: Any = None) -> None:
-        self.axis = weft.Axis.of(group)
-        super().__init__(params, {"lr": lr})
+    class Clipped(names["SignStep"]):
+        def squared_norm(self, bucket: int) -> Tensor:
+            return sum(self.coming.wait()).double().square().sum() * (self.axis.rank == 0)
 
-    def step_axes(self) -> list[weft.Axis]:
-        return [self.axis]
-
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
-        super().begin(present, tentative)
-        self.ours = [p for p in self.buckets()[0] if p in present]
-        self.coming = self.signs = None
-
-    def send(self, bucket: int) -> None:
-        flat = torch.cat([self.gradient_of(p).flatten() for p in self.ours])
-        call = self.axis.begin("SignStep.sum")
-        self.coming = call.sum_to_owners([flat if rank == 0 else flat[:0] for rank in range(self.axis.size)])
-
-    def squared_norm(self, bucket: int) -> Tensor:
-        return self.coming.wait().double().square().sum()
-
-    def work_on(self, bucket: int, scale: float) -> None:
-        total, self.length = self.coming.wait(), sum(p.numel() for p in self.ours)
-        signs = (total * scale).sign()
-        call = self.axis.begin("SignStep.back")
-        self.signs = call.all_gather(signs, [self.length if rank == 0 else 0 for rank in range(self.axis.size)])
-
-    def settle(self, accepted: bool) -> None:
-        if self.signs is not None:
-            signs = self.signs.wait()[0]
-            if accepted:
-                for p, sign in zip(self.ours, signs.split([p.numel() for p in self.ours]), strict=True):
-                    p.sub_(sign.view(p.shape), alpha=self.param_groups[0]["lr"])
-        elif self.coming is not None:
-            self.coming.wait()
-        self.coming = self.signs = None
+    return Clipped
 
 
 @pytest.mark.usefixtures("network")
@@ -319,7 +292,7 @@ def test_a_part_of_ones_own(early: bool) -> None:
     def program(axis: weft.Axis, joined: bool) -> tuple[list[Tensor], str]:
         model = linear_model()
         parts = [
-            SignStep(model[0].parameters(), 0.1, axis),
+            sign_step()(model[0].parameters(), 0.1, axis),
             weft.ShardedAdamW(model[2].parameters(), lr=0.1, group=axis),
         ]
         steps = [weft.OverlappedStep(parts, overlap_backward=early, clip=1e6)] if joined else parts

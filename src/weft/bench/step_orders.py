@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weft.bench.report import Column, Layout, Report
 from weft.comm import Axis
@@ -55,9 +56,12 @@ def run(report: Report, tries: int) -> None:
 
 def orders_of(axis: Axis, bucket_bytes: int | None, tries: int) -> list[dict[str, Any]]:
     """The step on one rank, rehearsed and tuned; how long each order takes. (The first rank replays.)"""
-    step = build(axis, bucket_bytes)
+    step, backward = build(axis, bucket_bytes)
+    backward()
     tuning = step.tune(MACHINE, tries=tries, show=False)
     profiles = gather_profiles(step.axes, Profile.of(step.rehearse(step.orders), step.axes))
+    step.parts["RowAdam"].zero_grad()
+    backward()  # its rows leave now
     before = axis.wire.clock()
     step.rehearse(tuning.orders)
     rehearsed = axis.wire.clock() - before
@@ -84,8 +88,8 @@ def orders_of(axis: Axis, bucket_bytes: int | None, tries: int) -> list[dict[str
     ]  # fmt: skip
 
 
-def build(axis: Axis, bucket_bytes: int | None) -> OverlappedStep:
-    """The step with gradients: matrices as meta tensors, whose operators only count; the table and its rows are real."""
+def build(axis: Axis, bucket_bytes: int | None) -> tuple[OverlappedStep, Callable[[], None]]:
+    """The step, and what brings the gradients of its table. Matrices are meta tensors, whose operators only count."""
     shapes = ((3, 1), (1, 1), (4, 1), (1, 4))
     matrices = [_meta(rows * WIDTH, columns * WIDTH) for _ in range(BLOCKS) for rows, columns in shapes]
     norms = [_meta(WIDTH) for _ in range(2 * BLOCKS)]
@@ -100,15 +104,10 @@ def build(axis: Axis, bucket_bytes: int | None) -> OverlappedStep:
         bucket_bytes=bucket_bytes,
     )
     ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(axis.rank))[: int(TOUCHED * ROWS)]
-    table(rows=ids).sum().backward()
     for parameter in (*matrices, *norms):
         parameter.grad = torch.empty_like(parameter)
-    return step
+    return step, lambda: table(rows=ids).sum().backward()
 
 
 def _meta(*shape: int) -> nn.Parameter:
-    return nn.Parameter(_empty(*shape))
-
-
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
+    return nn.Parameter(torch.empty(shape, device="meta"))

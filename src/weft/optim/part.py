@@ -52,7 +52,7 @@ class StepPart(torch.optim.Optimizer):
     (one), `examine` (every parameter, its name and the options of its group), `advance` (for messages of several hops),
     `squared_norm` (only needed with ``clip``) and `work_ahead` (what does not depend on the scale of gradients).
 
-    ``settle(False)`` may come before a bucket was worked on: wait for what is under way and drop it. Where work cannot
+    ``settle(False)`` may come when nothing was worked on: wait for what is under way and drop it. Where work cannot
     be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted.
     """
 

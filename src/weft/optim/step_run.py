@@ -92,10 +92,12 @@ class StepRun:
         self._reason: str | None = None  # why nothing will be changed
         self._names: list[str] = []
         self._stays = False
+        self._begun = False  # whether parts have something to settle
         self.record = record or StepRecord()
 
     def send_early(self, units: Sequence[Unit], present: Sequence[Tensor]) -> None:
         """Before `start`: begin with the parameters that are expected to have gradients."""
+        self._begun = True
         for part in self._parts.values():
             part.begin(set(present) & {p for group in part.param_groups for p in group["params"]}, self._tentative)
         self.send(units)
@@ -237,7 +239,8 @@ class StepRun:
         raise AssertionError(f"no part has parameter {number}")
 
     def _settle(self, accepted: bool) -> None:
-        for name, part in self._parts.items():
+        begun, self._begun = self._begun, False
+        for name, part in self._parts.items() if begun else ():
             with self.record.settling(name):
                 part.settle(accepted)
 
