@@ -121,8 +121,16 @@ def batches(step: int, data_rank: int) -> dict[str, Tensor]:
 
 
 def make_optimizer(how: str, model: Any) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if how == "owners" else torch.optim.SGD
+    kind = torch.optim.AdamW if how in ("owners", "overlapped") else torch.optim.SGD
     return kind(model.parameters(), lr=RATE)
+
+
+def overlapped(model: Any) -> weft.OverlappedStep:
+    """Two parts, whose gradients leave in the backward."""
+    matrices = [weight for weight in model.parameters() if weight.ndim == 2]
+    rest = [weight for weight in model.parameters() if weight.ndim != 2]
+    parts = [weft.ShardedAdamW(some, lr=RATE) for some in (matrices, rest)]
+    return weft.OverlappedStep(parts, overlap_backward=True, bucket_bytes=1 << 12)
 
 
 def own_loop(axis: weft.Axis, how: str) -> dict[str, Tensor]:
@@ -138,7 +146,11 @@ def own_loop(axis: weft.Axis, how: str) -> dict[str, Tensor]:
         wrapped = fully_shard(model)
     elif how == "ddp":
         wrapped = DistributedDataParallel(model)
-    optimizer = weft.ShardedAdamW(model.parameters(), lr=RATE) if how == "owners" else make_optimizer(how, model)
+    optimizer: torch.optim.Optimizer
+    if how == "owners":
+        optimizer = weft.ShardedAdamW(model.parameters(), lr=RATE)
+    else:
+        optimizer = overlapped(model) if how == "overlapped" else make_optimizer(how, model)
     for step in range(2):
         part = cp.shard(batches(step, mesh["dp"].get_local_rank()))
         loss = wrapped(**part).loss * cp.size  # all three take the mean over all ranks, and cp of them share a batch
@@ -163,7 +175,7 @@ def loop_alone(how: str) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "owners"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "owners", "overlapped"])
 def test_a_loop_of_ones_own(four: ProcessWorld, how: str) -> None:
     wanted = loop_alone(how)
     far = moved("llama", wanted)

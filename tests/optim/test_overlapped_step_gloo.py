@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,14 @@ def test_a_gradient_that_one_rank_lacks(two: ProcessWorld) -> None:
     found = two.run(lacking)
     assert len({words for words, _ in found}) == 1 and all(kept for _, kept in found)
     assert "(REKLS) has no gradient on rank 1 of 2, but on other ranks" in found[0][0]
+
+
+def run_example(axis: weft.Axis, path: str) -> tuple[list[float], str]:
+    return runpy.run_path(path)["train"](axis, 40)
+
+
+def test_the_example_learns(two: ProcessWorld) -> None:
+    path = Path(__file__).parents[2] / "examples" / "overlapped_step.py"
+    assert len(path.read_text().splitlines()) < 60
+    for losses, told in two.run(run_example, str(path)):
+        assert losses[-1] < 0.75 * losses[0] and "RowAdam" in told and "exposed" in told
