@@ -20,9 +20,8 @@ class Model(nn.Module):
         self.net = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, TOKENS))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(
-            self.net(self.bigrams(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten()
-        )
+        logits = self.net(self.bigrams(tokens[:, :-1]))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -36,8 +35,7 @@ def batch(step: int, rank: int) -> Tensor:
 def train(axis: weft.Axis, steps: int = 80) -> tuple[list[float], str]:
     """The loop, without DDP: the step averages."""
     model, alone = Model(axis), axis.subset([axis.rank])  # no tensor-parallel ranks
-    matrices = [weight for weight in model.net.parameters() if weight.ndim == 2]
-    vectors = [weight for weight in model.net.parameters() if weight.ndim == 1]
+    matrices, vectors = ([weight for weight in model.net.parameters() if weight.ndim == ndim] for ndim in (2, 1))
     parts = [
         weft.REKLS(matrices, lr=0.02, variant="stable", group=alone, data_group=axis),
         weft.ShardedAdamW(vectors, lr=0.01, group=axis),
@@ -47,12 +45,12 @@ def train(axis: weft.Axis, steps: int = 80) -> tuple[list[float], str]:
     losses = []
     for number in range(steps):
         loss = model(batch(number, axis.rank))
+        losses.append(loss.item())
         loss.backward()
         if number == 3:
             step.tune(weft.Machine(latency=50e-6, bandwidth=1e9), show=False)
         step.step()
         step.zero_grad()
-        losses.append(loss.item())
     return losses, str(step.explain())
 
 
