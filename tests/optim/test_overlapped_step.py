@@ -236,6 +236,24 @@ def test_gradients_leave_in_the_backward_in_one_order() -> None:
         assert seen == [(2, 0), (1, 0), (0, 0), (-1, 3)] and after == 3
 
 
+def test_a_step_that_is_made_anew_takes_over() -> None:
+    """The hooks of the one before are gone: gradients leave once, and go to the new one."""
+
+    def program(axis: weft.Axis, times: int) -> tuple[int, list[Tensor]]:
+        model = Mixed(axis)
+        made = [overlapped(model, axis, overlap_backward=True) for _ in range(times)]
+        with weft.record() as ledger:
+            for step in range(2):
+                backward(model, axis, step, 1)
+                made[-1].step()
+                made[-1].zero_grad()
+        return sum("owners" in event.operation for event in ledger.events), model.values()
+
+    one, three = (virtual_world(2).run(lambda axis, n=n: program(axis, n)).results for n in (1, 3))
+    for (count, values), (again, other) in zip(one, three, strict=True):
+        assert count == again and all(torch.equal(*pair) for pair in zip(values, other, strict=True))
+
+
 def test_random_orders_and_buckets() -> None:
     draw = random.Random(0)
     wanted = virtual_world(4).run(lambda axis: train_in_sequence(axis, 2, 2)).results[0]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.comm.dtensor import local_of
 from weft.optim.step_run import StepRun, Unit
+
+_watched = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook
 
 
 class EarlyGradients:
@@ -23,7 +26,6 @@ class EarlyGradients:
 
     def __init__(self, make_run: Callable[[], StepRun]) -> None:
         self._make_run = make_run
-        self._hooks: dict[Tensor, Any] = {}
         self._expected: list[Tensor] = []
         self._scatter: list[Unit] = []
         self._unit_of: dict[Tensor, int] = {}
@@ -44,8 +46,23 @@ class EarlyGradients:
         for parameter in self._expected:
             if not hasattr(parameter, "row_table"):  # those leave by themselves
                 self._missing[self._unit_of[parameter]].add(parameter)
-                if parameter not in self._hooks:
-                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)
+                self._watch(parameter)
+
+    def _watch(self, parameter: Tensor) -> None:
+        """Hear of a parameter's gradients. It has one step: a new one takes it over, a step that is gone lets it go."""
+        owner, handle = _watched.get(parameter, (None, None))
+        if owner is not None and owner() is self:
+            return
+        if handle is not None:
+            handle.remove()
+        me = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            early = me()
+            if early is not None:
+                early._arrived(parameter)
+
+        _watched[parameter] = me, parameter.register_post_accumulate_grad_hook(arrived)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,9 +126,3 @@ class EarlyGradients:
                     f"overlap_backward=False"
                 )
         return None
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
