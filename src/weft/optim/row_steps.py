@@ -39,6 +39,10 @@ class Shard:
     exp_avg_sq: Tensor
     _memory: list[Tensor] = field(default_factory=list)
 
+    def of_copies(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Shard:
+        """Copies of some rows as a shard of their own, stepped with the same spare memory."""
+        return Shard(weight, exp_avg, exp_avg_sq, self._memory)
+
     @property
     def width(self) -> int:
         return self.weight.shape[1]

@@ -48,7 +48,7 @@ class RowUpdate:
         for spare, source in zip(self._memory, (rows.shard.weight, *rows.moments), strict=True):
             room = spare.take(len(places), source.shape[1], source.dtype, source.device)
             copies.append(torch.index_select(source, 0, places, out=room))
-        self._copies = Shard(copies[0], copies[1], copies[2])
+        self._copies = rows.shard.of_copies(*copies)
         if self._group["mode"] != "lazy":
             rows.catch_up_copies(self._copies, places)
 
