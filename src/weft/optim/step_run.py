@@ -237,7 +237,8 @@ class StepRun:
         raise AssertionError(f"no part has parameter {number}")
 
     def _settle(self, accepted: bool) -> None:
-        for name, part in self._parts.items():
+        """Tables first: nothing comes back for them, so their rows are put back while others' results travel."""
+        for name, part in sorted(self._parts.items(), key=lambda item: item[1].sends_in_step):
             with self.record.settling(name):
                 part.settle(accepted)
 
