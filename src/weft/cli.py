@@ -186,7 +186,9 @@ def bench_step(
     sizes = Sizes(width, blocks, rows, vocabulary, tokens)
     with rank_pool(ranks) as world:
         facts = {"ranks": world.size, "repeats": repeats, "warm_steps": warm_steps}
-        report = Report(step.layouts(sizes), json, world.reports, describe_machine(bench="step", **facts, **vars(sizes)))
+        report = Report(
+            step.layouts(sizes), json, world.reports, describe_machine(bench="step", **facts, **vars(sizes))
+        )
         _measure(report, lambda: step.run(world, report, repeats, warm_steps, sizes))
 
 

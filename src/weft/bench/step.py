@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from weft.bench.report import Column, Layout, Report
-from weft.bench.step_runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample
+from weft.bench.step_runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample, set_up
 from weft.bench.world import RankPool
 
 COLUMNS = (
@@ -48,10 +48,11 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Si
     counts = [count for count in (2, 4) if count <= pool.size]
     if not counts:
         raise ValueError(f"bench step compares steps over 2 and 4 ranks, got {pool.size}")
+    pool.run(set_up)
     with report.progress(len(counts) * repeats, "step") as advance:
         for count in counts:
             methods = methods_on(count)
-            peaks = {method.name: pool.run(measure_peak, method, sizes) for method in methods}
+            peaks = _peaks(pool, methods, sizes)
             pool.run(prepare, methods, sizes, warm_steps)
             samples: list[list[dict[str, Sample]]] = []
             try:
@@ -66,6 +67,16 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Si
                 for method in methods if samples else ():
                     digests = [rank[method.name] for rank in weights if method.name in rank]
                     report.add("step", {**_row(method, samples, peaks[method.name]), "weights": digests})
+
+
+def _peaks(pool: RankPool, methods: list[Method], sizes: Sizes) -> dict[str, list[int | None]]:
+    """Of every method; orders change nothing of it."""
+    found: dict[tuple[str, str], list[int | None]] = {}
+    for method in methods:
+        key = (method.kind.replace("tuned", "overlapped"), method.matrices)
+        if key not in found:
+            found[key] = pool.run(measure_peak, method, sizes)
+    return {method.name: found[method.kind.replace("tuned", "overlapped"), method.matrices] for method in methods}
 
 
 def _row(method: Method, samples: list[list[dict[str, Sample]]], peaks: list[int | None]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from weft.comm import Axis, record
 from weft.comm.torch_parallel import axis_of_ranks, make_zero_adamw, wrap_with_ddp
 from weft.comm.wire import SoloWire
 from weft.embedding import BigramHashEmbedding, ShardedEmbedding
-from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW
+from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
 from weft.world import Machine
 
 LOCAL = Machine(latency=50e-6, bandwidth=1.5e9)  # about what Gloo makes of a loopback device, for `tune`
@@ -136,14 +136,15 @@ class Run:
         self.optimizers = self._optimizers()
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        model, options = self.model, {"lr": _LR, "weight_decay": 0.0}
+        model = self.model
+        options: dict[str, Any] = {"lr": _LR, "weight_decay": 0.0}
         if self.method.kind == "ddp":
             return [torch.optim.AdamW(model.parameters(), fused=True, **options)]
         if self.method.kind == "zero":
             return [make_zero_adamw(self.axis, model.parameters(), fused=True, **options)]
         rows = RowAdam(model.table.parameters(), **options)
         if self.method.matrices == "adamw":
-            parts = [ShardedAdamW(model.dense, group=self.axis, **options), rows]
+            parts: list[StepPart] = [ShardedAdamW(model.dense, group=self.axis, **options), rows]
         else:
             matrices = REKLS(model.matrices, variant="stable", group=_alone(), data_group=self.axis, **options)
             parts = [matrices, ShardedAdamW([model.tokens, *model.norms], group=self.axis, **options), rows]
@@ -178,8 +179,9 @@ class Run:
     def weights(self) -> list[Tensor]:
         """All of them, of the table those of this rank."""
         table = self.model.table
-        rows = table.table.current() if isinstance(table, ShardedEmbedding) else table.weight
-        return [rows, *self.model.dense]
+        if isinstance(table, ShardedEmbedding):
+            return [table.table.current(), *self.model.dense]
+        return [*table.parameters(), *self.model.dense]
 
 
 _axes: dict[int, Axis] = {}  # of the first so many ranks: a process group of its own each
@@ -190,6 +192,11 @@ def _axis_of(axis: Axis, ranks: int) -> Axis:
     if ranks not in _axes:
         _axes[ranks] = axis if ranks == axis.size else axis_of_ranks(range(ranks))
     return _axes[ranks]
+
+
+def set_up(axis: Axis) -> None:
+    """What is here already, modules above all, need not be looked through whenever a model is given up."""
+    gc.freeze()
 
 
 def measure_peak(axis: Axis, method: Method, sizes: Sizes) -> int | None:
@@ -203,7 +210,6 @@ def measure_peak(axis: Axis, method: Method, sizes: Sizes) -> int | None:
         _train(_axis_of(axis, method.ranks), method, sizes.tiny)
         gc.collect()
         found = peak_memory(lambda: _train(_axis_of(axis, method.ranks), method, sizes))
-        gc.collect()
     line_up(axis)
     return found
 
