@@ -15,10 +15,14 @@ import pytest
 import torch
 
 from weft.bench.rekls_quality import RATES
+from weft.bench.step import methods_on
+from weft.bench.step_runs import Run, Sizes
 from weft.cli import main
+from weft.comm import Axis
 from weft.linear_attention.fused.ahead import Shape, compile_for, launches
 from weft.linear_attention.fused.tiling import KERNELS
 from weft.scan import METHODS
+from weft.world.launch import launch
 
 pytestmark = pytest.mark.processes
 QUICK = ["--repeats", "1", "--calls", "1"]
@@ -225,6 +229,56 @@ def test_bench_rekls_compares_with_the_replicated_algorithm(
     # Moments, factors, bases and eigenvalues of all matrices, and a count of steps for each.
     floats = sum(2 * m * n + 2 * m * m + 2 * n * n + m + n + 1 for m, n in ((24, 8), (8, 8), (32, 8), (8, 32)))
     assert alone["state_megabytes"] == 4 * floats / 1e6
+
+
+def test_bench_step_steps_alike_and_sends_less_than_ddp_and_zero(
+    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "rows.json"
+    words = ["bench", "step", "--width", "16", "--blocks", "1", "--rows", "4000", "--vocabulary", "64"]
+    words += ["--tokens", "32", "--repeats", "1", "--warm-steps", "1", "--json", str(kept)]
+    assert call_main(*words) == 0
+    shown = capsys.readouterr().out
+    rows = {(row["case"], row["method"]): row for row in json.loads(kept.read_text())["rows"]}
+    assert len(rows) == 16 and all(name in shown for _, name in rows)
+    elements = 16 * (4000 + 64 + 12 * 16 + 3)
+    for ranks in (2, 4):
+        of = {method: row for (case, method), row in rows.items() if case == str(ranks)}
+        for row in of.values():
+            assert row["milliseconds"] > 0 and row["cpu_milliseconds"] > 0 and row["samples"] == 1
+            assert row["to_zero"] > 0 and row["peak_megabytes"] >= 0
+        for parts in ("REKLS", "AdamW"):
+            alike = [of[f"{parts}, {way}"] for way in ("in sequence", "overlapped", "overlapped, tuned")]
+            assert len({tuple(row["weights"]) for row in alike}) == 1 and len(alike[0]["weights"]) == ranks
+            for row in alike:  # the kernel counts what the ledger counts, and what Gloo puts around it
+                assert row["ledger_megabytes"] <= row["megabytes"] < 1.5 * row["ledger_megabytes"] + 0.02
+                assert row["exposed_milliseconds"] > 0 and row["to_sequence"] > 0
+                assert row["megabytes"] < of["DDP + AdamW"]["megabytes"] < of["DDP + ZeRO AdamW"]["megabytes"]
+        assert of["REKLS, overlapped"]["weights"] != of["AdamW, overlapped"]["weights"]
+        assert len({*of["DDP + AdamW"]["weights"], *of["DDP + ZeRO AdamW"]["weights"]}) == 1
+        # An all-reduce of all gradients sends at least this, if it is told as one that is spread over the ranks.
+        assert of["DDP + AdamW"]["megabytes"] >= 2 * (ranks - 1) / ranks * 4 * elements / 1e6
+    assert call_main("bench", "step", "--ranks", "1") == 2
+    assert "bench step compares steps over 2 and 4 ranks, got 1" in capsys.readouterr().err
+
+
+def test_bench_step_takes_weft_and_ddp_to_the_same_weights() -> None:
+    found = launch(train_both, 2)
+    for rank, (ours, torchs) in enumerate(found):
+        torchs[0] = torchs[0][rank::2]  # the rows of the table that this rank owns
+        for mine, other in zip(ours, torchs, strict=True):
+            assert mine.shape == other.shape and mine.abs().sum() > 0
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def train_both(axis: Axis) -> list[list[torch.Tensor]]:
+    sizes, found = Sizes(width=16, blocks=1, rows=100, vocabulary=32, tokens=24), []
+    for name in ("AdamW, overlapped", "DDP + AdamW"):
+        run = Run(axis, next(method for method in methods_on(2) if method.name == name), sizes)
+        for step in range(4):
+            run.step(run.draw(step))
+        found.append([weight.detach().clone() for weight in run.weights()])
+    return found
 
 
 def test_bench_rekls_quality_takes_the_best_rate_of_each_method(

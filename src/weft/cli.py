@@ -9,8 +9,9 @@ from typing import Any
 
 import tyro
 
-from weft.bench import attention, kernels, linear_attention, network, rekls, rekls_quality, rows, scan, trace
+from weft.bench import attention, kernels, linear_attention, network, rekls, rekls_quality, rows, scan, step, trace
 from weft.bench.report import Report, describe_machine
+from weft.bench.step_runs import Sizes
 from weft.bench.world import rank_pool
 from weft.world import Machine
 
@@ -158,6 +159,39 @@ def _rekls_quality(ranks: int | None, json: Path | None, seeds: int = 5, steps: 
         _measure(report, lambda: rekls_quality.run(world, report, seeds, steps))
 
 
+def bench_step(
+    ranks: int | None = None, json: Path | None = None, repeats: int = 7, warm_steps: int = 4, width: int = 256,
+    blocks: int = 2, rows: int = 250_000, vocabulary: int = 4096, tokens: int = 8192,
+) -> None:  # fmt: skip
+    """One optimizer step with the exchange of its gradients: overlapped, tuned, in sequence, DDP and ZeRO.
+
+    A step looks the table's rows up, takes gradients in, and ends with new weights on every rank; the computation of
+    the blocks, the same for all, is left out. "REKLS" steps matrices with it and the rest with AdamW. The time is that
+    of the slowest rank; "x sequence" and "x ZeRO" say, sample by sample, how many times faster a step is than the same
+    parts one after the other, and than ZeroRedundancyOptimizer. CPU time is summed over the ranks. Bytes (of the rank
+    that sends most) are counted by the kernel for all methods, and by the ledger for weft's. "Exposed" are the waits of
+    the rank that waits most. Peak memory is all that a rank needs for the model and three steps.
+
+    Args:
+        ranks: Local processes to start (4 if left out); steps are measured on 2 and on 4. Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        warm_steps: Steps before the first sample.
+        width: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h], two norms.
+        blocks: How many blocks.
+        rows: Rows of the bigram table, each of h elements.
+        vocabulary: Rows of the dense token embeddings.
+        tokens: Bigrams that a rank looks up in a step.
+    """
+    sizes = Sizes(width, blocks, rows, vocabulary, tokens)
+    with rank_pool(ranks) as world:
+        facts = {"ranks": world.size, "repeats": repeats, "warm_steps": warm_steps}
+        report = Report(
+            step.layouts(sizes), json, world.reports, describe_machine(bench="step", **facts, **vars(sizes))
+        )
+        _measure(report, lambda: step.run(world, report, repeats, warm_steps, sizes))
+
+
 def bench_network(
     latency: float, bandwidth: float, ranks: int | None = None, tokens: int = 1024, json: Path | None = None,
     repeats: int = 5,
@@ -269,6 +303,7 @@ def main() -> None:
     bench.command(name="attention")(bench_attention)
     bench.command(name="rows")(bench_rows)
     bench.command(name="rekls")(bench_rekls)
+    bench.command(name="step")(bench_step)
     bench.command(name="network")(bench_network)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.errors import name_ranks
+from weft.optim.owners import is_finite
 from weft.optim.verdict import tell_all
 
 if TYPE_CHECKING:
@@ -103,14 +103,14 @@ def _over(column: tuple[int, ...], both: bool) -> int:
 def _first_nonfinite(grads: Sequence[Tensor | None]) -> int:
     """1 + the index of the first gradient that is not finite; 0 if there is none."""
     there = [(index, grad) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
-    if not there or math.isfinite(_norm([grad for _, grad in there], math.inf)):
+    if is_finite(*(grad for _, grad in there)):
         return 0
-    return next(1 + index for index, grad in there if not bool(torch.isfinite(grad).all()))
+    return next(1 + index for index, grad in there if not is_finite(grad))
 
 
-def _norm(grads: Sequence[Tensor], order: float = 2.0) -> float:
+def _norm(grads: Sequence[Tensor]) -> float:
     filled = [grad for grad in grads if grad.numel()]
-    return float(torch.nn.utils.get_total_norm(filled, order)) if filled else 0.0
+    return float(torch.nn.utils.get_total_norm(filled)) if filled else 0.0
 
 
 def _refuse_missing(

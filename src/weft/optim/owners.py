@@ -233,9 +233,17 @@ def _filled(parcels: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
     return [(rank, tensors) for rank, tensors in kept if tensors]
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are."""
-    return bool(torch.isfinite(tensor).all())
+def is_finite(*tensors: Tensor) -> bool:
+    """Whether all elements are.
+
+    A sum that is finite is one of finite elements, and much cheaper than a look at each: that is only taken where it is
+    not, since it may have overflowed.
+    """
+    if not tensors:
+        return True
+    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    joined = torch.stack([one.to(sums[0].device, torch.float64) for one in sums])
+    return bool(torch.isfinite(joined).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _joined(role: Role, parts: list[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.embedding import RowTable
-from weft.optim.row_steps import Shard, catch_up_rows
+from weft.optim.row_steps import Shard, catch_up_rows, catch_up_whole
 from weft.optim.skipped_steps import StepHistory
 
 LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
@@ -57,12 +57,24 @@ class RowState:
             self.last[places] = history.now
             self.at_rest[faded] = True
 
-    def catch_up_copies(self, copies: Shard, places: Tensor) -> None:
-        """The same for copies of the rows at ``places``, which lie in ``copies`` one after the other."""
-        last, at_rest = self.last[places], self.at_rest[places]
-        stale = (last < self.history.now).nonzero().view(-1)
-        if len(stale):
-            self._bring(copies, stale, last[stale], at_rest[stale])
+    def sort_copies(self, places: Tensor) -> tuple[Tensor, list[int]]:
+        """An order for copies of rows: up to date, at rest, moving; within each as they are. How many each has."""
+        kind = (self.last[places] < self.history.now) * (2 - self.at_rest[places].int())
+        return torch.argsort(kind, stable=True), torch.bincount(kind, minlength=3).tolist()
+
+    def catch_up_copies(self, copies: Shard, places: Tensor, counts: list[int]) -> None:
+        """The same for copies of the rows at ``places``, in the order of `sort_copies`: they need no further copy."""
+        history, stale, moving = self.history, counts[0], counts[0] + counts[1]
+        last = self.last[places[stale:]]
+        if not len(last):
+            return
+        known, which = torch.unique(last, return_inverse=True)
+        skipped = history.skipped(known)
+        for rows, how in ((slice(stale, moving), skipped.at_rest()), (slice(moving, len(places)), skipped)):
+            if rows.start < rows.stop:
+                catch_up_whole(copies, rows, which[rows.start - stale : rows.stop - stale], how, history.eps)
+        if history.horizon is not None:
+            copies.exp_avg[moving:][history.now - last[moving - stale :] > history.horizon] = 0
 
     def _bring(self, shard: Shard, places: Tensor, last: Tensor, at_rest: Tensor) -> Tensor:
         """Rows of a shard from their last steps to now; of which of them the momentum has faded, and is zero."""

@@ -39,6 +39,10 @@ class Shard:
     exp_avg_sq: Tensor
     _memory: list[Tensor] = field(default_factory=list)
 
+    def of_copies(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Shard:
+        """Copies of some rows as a shard of their own, stepped with the same spare memory."""
+        return Shard(weight, exp_avg, exp_avg_sq, self._memory)
+
     @property
     def width(self) -> int:
         return self.weight.shape[1]
@@ -50,17 +54,13 @@ class Shard:
 
     def room(self, index: int, rows: int) -> Tensor:
         """Memory that is used again and again, flat, for ``rows`` rows and to the end of a vector register."""
-        size = -(-min(self.block, len(self.exp_avg)) * self.width // _REGISTER) * _REGISTER
-        needed = -(-rows * self.width // _REGISTER) * _REGISTER
+        usual, needed = (-(-count * self.width // _REGISTER) * _REGISTER
+                         for count in (min(self.block, len(self.exp_avg)), rows))  # fmt: skip
         while len(self._memory) <= index:
-            self._memory.append(self.exp_avg.new_zeros(size))
-        if self._memory[index].numel() < needed:  # made for fewer rows: see `like`
-            self._memory[index] = self.exp_avg.new_zeros(size)
+            self._memory.append(self.exp_avg.new_zeros(max(usual, needed)))
+        if self._memory[index].numel() < needed:  # made for fewer: see `of_copies`; a row may be asked for twice
+            self._memory[index] = self.exp_avg.new_zeros(max(usual, needed))
         return self._memory[index][:needed]
-
-    def like(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Shard:
-        """Other rows of the same kind, at most as many, that use the same memory for their steps."""
-        return Shard(weight, exp_avg, exp_avg_sq, self._memory)
 
     def view(self, memory: Tensor, rows: int) -> Tensor:
         return memory[: rows * self.width].view(rows, self.width)
@@ -131,18 +131,25 @@ def step_dense(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> N
             x.index_copy_(0, others, rest)
 
 
-def step_whole(shard: Shard, grads: Tensor, step: AdamStep) -> None:
-    """The same for all rows of a shard, where they lie."""
-    for start in range(0, len(shard.weight), shard.block):
-        rows = min(shard.block, len(shard.weight) - start)
-        part = slice(start, start + rows)
+def step_whole(shard: Shard, grads: Tensor, order: Tensor, step: AdamStep) -> None:
+    """The same for all rows of a shard, where they lie; the gradient of row r is ``grads[order[r]]``."""
+    for part, flat in _in_place(shard, slice(0, len(shard.weight))):
+        some = order[part]
+        grad = shard.room(3, len(some))
+        torch.index_select(grads, 0, some, out=shard.view(grad, len(some)))
+        _adam(flat[0], grad, flat[1], flat[2], step)
+
+
+def _in_place(shard: Shard, rows: slice) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Blocks of some rows: weight and moments, flat, to be changed where they lie."""
+    for start in range(rows.start, rows.stop, shard.block):
+        part = slice(start, min(start + shard.block, rows.stop))
         here = [x[part] for x in (shard.weight, shard.exp_avg, shard.exp_avg_sq)]
         flat = [_where_it_lies(shard, index, x) for index, x in enumerate(here)]
-        grad = _where_it_lies(shard, 3, grads[part])
-        _adam(flat[0], grad, flat[1], flat[2], step)
+        yield part, flat
         for x, memory in zip(here, flat, strict=True):
             if memory.data_ptr() != x.data_ptr():
-                x.copy_(shard.view(memory, rows))
+                x.copy_(shard.view(memory, len(x)))
 
 
 def _where_it_lies(shard: Shard, index: int, rows: Tensor) -> Tensor:
@@ -156,12 +163,25 @@ def _where_it_lies(shard: Shard, index: int, rows: Tensor) -> Tensor:
 
 def catch_up_rows(shard: Shard, places: Tensor, which: Tensor, skipped: Skipped, eps: float) -> None:
     """Bring rows to now: row r of ``places`` by ``skipped[which[r]]``."""
-    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=places.device)
     for part, some in _blocks(shard, places):
         flat = _take(shard, some)
-        rows = len(some)
-        weight, exp_avg, exp_avg_sq = (shard.view(memory, rows) for memory in flat)
-        kind = which[part]
+        _catch_up(shard, flat, which[part], skipped, eps)
+        _put(shard, some, flat)
+
+
+def catch_up_whole(shard: Shard, rows: slice, which: Tensor, skipped: Skipped, eps: float) -> None:
+    """The same for neighbouring rows of a shard, where they lie."""
+    for part, flat in _in_place(shard, rows):
+        _catch_up(shard, flat, which[part.start - rows.start : part.stop - rows.start], skipped, eps)
+
+
+def _catch_up(shard: Shard, flat: list[Tensor], kind: Tensor, skipped: Skipped, eps: float) -> None:
+    """Bring a block to now, its row r by ``skipped[kind[r]]``."""
+    rows = len(kind)
+    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=kind.device)
+    weight, exp_avg, exp_avg_sq = (shard.view(memory, rows) for memory in flat)
+    weight.mul_(skipped.weight[kind])
+    if skipped.amounts.shape[1]:  # else they are at rest
         total, term = shard.view(shard.room(3, rows), rows).zero_(), shard.view(shard.room(4, rows), rows)
         root = torch.sqrt(exp_avg_sq, out=shard.view(shard.room(5, rows), rows))
         amounts = skipped.amounts[kind]
@@ -171,7 +191,6 @@ def catch_up_rows(shard: Shard, places: Tensor, which: Tensor, skipped: Skipped,
             else:
                 torch.addcmul(floor, root, skipped.points[kind, k, None], out=term)
             total.addcdiv_(amounts[:, k, None], term)
-        weight.mul_(skipped.weight[kind]).sub_(total.mul_(exp_avg))
-        exp_avg.mul_(skipped.momentum[kind])
-        exp_avg_sq.mul_(skipped.variance[kind])
-        _put(shard, some, flat)
+        weight.sub_(total.mul_(exp_avg))
+    exp_avg.mul_(skipped.momentum[kind])
+    exp_avg_sq.mul_(skipped.variance[kind])

@@ -22,6 +22,7 @@ class RowUpdate:
     def __init__(self, rows: RowState, group: dict[str, Any], number: int, memory: list[SpareMemory]) -> None:
         self._rows, self._group, self._number, self._memory = rows, group, number, memory
         self._found: tuple[Tensor, Tensor] | None = None
+        self._order: Tensor | None = None  # in which they are copied
         self._copies: Shard | None = None
         self._worked = False
         self.finite = True
@@ -43,26 +44,28 @@ class RowUpdate:
         assert self._found is not None
         places, rows = self._found[0], self._rows
         rows.prepare(self._group)
+        self._order, counts = rows.sort_copies(places)
+        places = places[self._order]
         rows.shard.weight = rows.table.shard
         copies: list[Tensor] = []
         for spare, source in zip(self._memory, (rows.shard.weight, *rows.moments), strict=True):
             room = spare.take(len(places), source.shape[1], source.dtype, source.device)
             copies.append(torch.index_select(source, 0, places, out=room))
-        self._copies = rows.shard.like(copies[0], copies[1], copies[2])
+        self._copies = rows.shard.of_copies(copies[0], copies[1], copies[2])
         if self._group["mode"] != "lazy":
-            rows.catch_up_copies(self._copies, places)
+            rows.catch_up_copies(self._copies, places, counts)
 
     def work(self, scale: float) -> None:
         """Adam on the copies, with gradients times ``scale``."""
         self.copy_rows()
         if self._copies is None:
             return
-        assert self._found is not None
+        assert self._found is not None and self._order is not None
         group, grads = self._group, self._found[1]
         step = AdamStep(
             self._number, float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"]
         )  # fmt: skip
-        step_whole(self._copies, grads if scale == 1 else grads * scale, step)
+        step_whole(self._copies, grads if scale == 1 else grads * scale, self._order, step)
         self._worked = True
 
     def settle(self, accepted: bool) -> bool:
@@ -70,8 +73,8 @@ class RowUpdate:
         if not accepted:
             self._rows.table.collect()
             return False
-        assert self._worked and self._copies is not None and self._found is not None
-        rows, places = self._rows, self._found[0]
+        assert self._worked and self._copies is not None and self._found is not None and self._order is not None
+        rows, places = self._rows, self._found[0][self._order]
         with rows.table.writing():
             rows.shard.weight = rows.table.shard
             for target, copy in (

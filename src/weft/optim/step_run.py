@@ -239,8 +239,9 @@ class StepRun:
         raise AssertionError(f"no part has parameter {number}")
 
     def _settle(self, accepted: bool) -> None:
+        """Tables first: nothing comes back for them, so their rows are put back while others' results travel."""
         begun, self._begun = self._begun, False
-        for name, part in self._parts.items() if begun else ():
+        for name, part in sorted(self._parts.items(), key=lambda item: item[1].sends_in_step) if begun else ():
             with self.record.settling(name):
                 part.settle(accepted)
 
