@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.bench import step_orders
 from weft.bench.rekls_quality import RATES
 from weft.bench.step import methods_on
 from weft.bench.step_runs import Run, Sizes
@@ -279,6 +280,26 @@ def train_both(axis: Axis) -> list[list[torch.Tensor]]:
             run.step(run.draw(step))
         found.append([weight.detach().clone() for weight in run.weights()])
     return found
+
+
+def test_bench_step_orders_compares_orders_with_the_bound(
+    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ROWS", 1000), ("WIDTH", 96), ("BLOCKS", 4), ("RANKS", 4)):
+        monkeypatch.setattr(step_orders, name, value)
+    kept = tmp_path / "rows.json"
+    assert call_main("bench", "step-orders", "--tries", "12", "--json", str(kept)) == 0
+    shown, rows = capsys.readouterr().out, json.loads(kept.read_text())["rows"]
+    for case in ("4 waves", "16 MB"):
+        of = {row["order"].partition(":")[0]: row for row in rows if row["case"] == case}
+        assert (
+            list(of) == ["naive", "published", "default", "tuned", "tuned, the step itself", "bound"] and case in shown
+        )
+        assert of["bound"]["to_bound"] == 1 and of["bound"]["milliseconds"] == max(
+            of["tuned"]["work"], of["tuned"]["link"]
+        )
+        assert 1 <= of["tuned"]["to_bound"] <= of["default"]["to_bound"] < of["naive"]["to_bound"]
+        assert of["tuned, the step itself"]["milliseconds"] == pytest.approx(of["tuned"]["milliseconds"], rel=0.1)
 
 
 def test_bench_rekls_quality_takes_the_best_rate_of_each_method(

@@ -9,7 +9,19 @@ from typing import Any
 
 import tyro
 
-from weft.bench import attention, kernels, linear_attention, network, rekls, rekls_quality, rows, scan, step, trace
+from weft.bench import (
+    attention,
+    kernels,
+    linear_attention,
+    network,
+    rekls,
+    rekls_quality,
+    rows,
+    scan,
+    step,
+    step_orders,
+    trace,
+)
 from weft.bench.report import Report, describe_machine
 from weft.bench.step_runs import Sizes
 from weft.bench.world import rank_pool
@@ -192,6 +204,21 @@ def bench_step(
         _measure(report, lambda: step.run(world, report, repeats, warm_steps, sizes))
 
 
+def bench_step_orders(tries: int = 64, json: Path | None = None) -> None:
+    """Orders of one large overlapped step in virtual time: naive, published, default, tuned, and the bound.
+
+    The step itself runs on 8 virtual ranks (matrices as meta tensors, whose operators only count, the table's rows are
+    real); its messages and the time of its work are then replayed in other orders. "Exposed" is what a step takes
+    beyond the busiest rank's work.
+
+    Args:
+        tries: Orders that are tried.
+        json: Write the rows here, with a header of machine, versions and commit.
+    """
+    report = Report(step_orders.layouts(), json, True, describe_machine(bench="step-orders", tries=tries))
+    _measure(report, lambda: step_orders.run(report, tries))
+
+
 def bench_network(
     latency: float, bandwidth: float, ranks: int | None = None, tokens: int = 1024, json: Path | None = None,
     repeats: int = 5,
@@ -304,6 +331,7 @@ def main() -> None:
     bench.command(name="rows")(bench_rows)
     bench.command(name="rekls")(bench_rekls)
     bench.command(name="step")(bench_step)
+    bench.command(name="step-orders")(bench_step_orders)
     bench.command(name="network")(bench_network)
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)

@@ -1,4 +1,4 @@
-"""`weft bench step --virtual`: orders of one large step in virtual time, beside the bound no order can pass."""
+"""`weft bench step-orders`: orders of one large step in virtual time, beside the bound no order can pass."""
 
 from __future__ import annotations
 
