@@ -31,7 +31,7 @@ def chunk_states(
     piece's border and the chunk's, and the same two for the whole piece: ``sums`` and ``sum_logs``.
     """
     piece, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = (part // blocks) * BK + tl.arange(0, BK)
     value = (part % blocks) * BV + tl.arange(0, BV)
@@ -103,7 +103,7 @@ def scan_pieces(
     at the other border: ``final`` [B*N, HV, K, V] and ``final_log`` [B*N, HV, K or 1], the log decay of the segment.
     """
     segment, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = (part // blocks) * BK + tl.arange(0, BK)
     value = (part % blocks) * BV + tl.arange(0, BV)
