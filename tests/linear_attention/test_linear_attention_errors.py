@@ -86,11 +86,13 @@ def test_a_total_that_does_not_fit_raises_everywhere() -> None:
         ({"dtype": torch.float64}, "takes bfloat16, float16 or float32, got q, k, v in float64"),
         ({"keys": 257}, "takes K and V up to 256, got 257 and 8"),
         ({"chunk_size": 256}, "takes chunk_size up to 128, got 256"),
+        ({"batch": 65536}, "takes batches times value heads up to 65,535, got 65536 x 1"),
     ],
 )
 def test_what_triton_does_not_take_is_told(changes, words) -> None:
     """On meta tensors, which have no device to miss."""
     like = {"dtype": changes.get("dtype", torch.float32), "device": "meta"}
-    q, v = torch.empty(1, 4, 1, changes.get("keys", 8), **like), torch.empty(1, 4, 1, 8, **like)
+    batch, keys = changes.get("batch", 1), changes.get("keys", 8)
+    q, v = torch.empty(batch, 4, 1, keys, **like), torch.empty(batch, 4, 1, 8, **like)
     with pytest.raises(ValueError, match=words):
         weft.linear_attention(q, q, v, backend="triton", chunk_size=changes.get("chunk_size"))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 MAX_DIM = 256  # K and V
 MAX_CHUNK = 128
+MAX_CELLS = 65535  # batch times value heads: the third axis of a grid, and CUDA takes no more there
 # Programs wanted of the kernel that walks through chunks one after the other: about four for each multiprocessor.
 PROGRAMS = 512
 # Chunks a piece has at least: the state at its border is an extra state to write and to read.
