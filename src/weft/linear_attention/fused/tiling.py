@@ -49,11 +49,12 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torc
     if kernel in PAIRS:
         if exact:
             rows, wide_k, warps = 32, 32, 8
-        elif vector or max(keys, values) > 128:
-            rows, wide_k, warps = 32, 64 if keys > 64 or not vector else 32, 4
+        elif vector:
+            rows, wide_k, warps = 32, 64 if keys > 64 else 32, 4
         else:
-            rows, wide_k, warps = 64, 64, 8
-        wide_v = wide_k
+            rows, wide_k, warps = 32 if max(keys, values) > 128 else 64, 64, 8
+        # With fp32 a loop over V next to fp64 logs is where registers end.
+        wide_v = 16 if exact and gate == "scalar" and kernel in ("query_grads", "key_grads") else wide_k
     elif kernel == "chunk_states":
         rows, wide_k = 32, 32 if exact else 64
         wide_v = wide_k
