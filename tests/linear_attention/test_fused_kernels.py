@@ -43,25 +43,6 @@ def small_blocks(programs: int = 512, piece: int = 2) -> Iterator[None]:
         tiling.PROGRAMS, tiling.PIECE = before
 
 
-@contextmanager
-def no_positive_exponent() -> Iterator[list[float]]:
-    """Watches every exponential of the interpreter: the list gets the largest argument of each."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    seen: list[float] = []
-    before = InterpreterBuilder.create_exp
-
-    def watch(self, argument):
-        seen.append(float(argument.data.max()))
-        return before(self, argument)
-
-    InterpreterBuilder.create_exp = watch
-    try:
-        yield seen
-    finally:
-        InterpreterBuilder.create_exp = before
-
-
 def strided(case: Case) -> None:
     """The same numbers as slices of a fused projection, heads first, and with a last dimension that is not dense."""
     case.q, case.k = torch.cat([case.q, case.k, case.v[:, :, : case.q.shape[2]]], -1).split(
@@ -81,7 +62,9 @@ def errors(shape: tuple, fill: Callable, chunk: int, dtype: torch.dtype, views: 
     if views:
         strided(case)
     expected = case.expected()
-    with small_blocks(), no_positive_exponent() as exponents:
+    from kernel_watch import memory_is_safe, no_positive_exponent  # imports Triton, which must find its interpreter
+
+    with small_blocks(), memory_is_safe(), no_positive_exponent() as exponents:
         actual = case.actual(chunk, dtype, FUSED)
     assert expected.keys() == actual.keys()
     assert (max(exponents, default=0.0) <= 0.0) and (kind == "none" or exponents or not sum(lengths))
