@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ranks import errors_of
 
 import weft
+from weft.linear_attention.backend import choose_backend
 
 Q = torch.randn(1, 6, 2, 4)
 V = torch.randn(1, 6, 4, 3)
@@ -96,3 +99,35 @@ def test_what_triton_does_not_take_is_told(changes, words) -> None:
     q, v = torch.empty(batch, 4, 1, keys, **like), torch.empty(batch, 4, 1, 8, **like)
     with pytest.raises(ValueError, match=words):
         weft.linear_attention(q, q, v, backend="triton", chunk_size=changes.get("chunk_size"))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "keys", "chunk_size", "installed", "expected"),
+    [
+        ("cuda", torch.bfloat16, 256, 128, True, "triton"),
+        ("cuda", torch.float16, 8, 16, True, "triton"),
+        ("cuda", torch.float32, 8, 64, True, "triton"),
+        ("cuda", torch.bfloat16, 8, 64, False, "torch"),
+        ("cuda", torch.float64, 8, 64, True, "torch"),
+        ("cuda", torch.bfloat16, 257, 64, True, "torch"),
+        ("cuda", torch.bfloat16, 8, 256, True, "torch"),
+        ("cpu", torch.float32, 8, 64, True, "torch"),
+    ],
+)
+def test_auto_takes_triton_on_cuda_where_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    keys: int,
+    chunk_size: int,
+    installed: bool,
+    expected: str,
+) -> None:
+    """With what the choice looks at of a tensor: there is no CUDA here to make one."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    q = SimpleNamespace(
+        is_cuda=device == "cuda", device=torch.device(device), dtype=dtype, shape=torch.Size([1, 4, 1, keys])
+    )
+    assert choose_backend("auto", q, q, None, chunk_size) == expected
+    for name in ("torch", "triton"):
+        assert choose_backend(name, q, q, None, chunk_size) == name
