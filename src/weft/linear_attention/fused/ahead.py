@@ -175,7 +175,7 @@ def _specialise(made: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any,
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and the bytes of its stack: these kernels have no arrays, so all of it is spilled."""
-    tool = triton.knobs.nvidia.cuobjdump.path
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # in every version's wheel
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
