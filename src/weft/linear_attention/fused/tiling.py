@@ -60,6 +60,8 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torc
         wide_v = wide_k
     elif kernel == "key_finish":
         wide_k, wide_v, warps = 32 if exact or chunk > 64 else 64, 32, 8
+        if exact and vector and chunk > 64:
+            wide_k = 16
     elif kernel != "scan_pieces" and small:
         wide_k, wide_v, warps = 32, 32, 8
     return Tiling(chunk, min(rows, chunk), min(wide_k, _power(keys)), min(wide_v, _power(values)), warps)
