@@ -124,7 +124,7 @@ def test_chunks_of_several_blocks(interpreter: Interpreter, kind: str, chunk: in
     check(interpreter, (kind, 1, (150,), 1, 1, 8, 8, True), mixed, chunk, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["vector"])
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
 def test_blocks_of_k_and_v(interpreter: Interpreter, kind: str) -> None:
     """More key and value dimensions than one block has."""
     check(interpreter, (kind, 1, (16,), 1, 1, 40, 50, True), mild, 16, torch.float32)
@@ -132,7 +132,7 @@ def test_blocks_of_k_and_v(interpreter: Interpreter, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["scalar"])
 def test_strided_inputs(interpreter: Interpreter, kind: str) -> None:
-    check(interpreter, (kind, 2, (14,), 1, 1, 8, 8, False), mild, 16, torch.float32, True)
+    check(interpreter, (kind, 2, (14,), 2, 4, 8, 8, False), mild, 16, torch.float32, True)
 
 
 @pytest.mark.slow

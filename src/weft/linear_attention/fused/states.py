@@ -40,7 +40,7 @@ def chunk_states(
     g = to_gate(g, b, 0, head // gate_group, g_b, g_t, g_h, GATE)
     inside = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
-    writes_logs = part % blocks == 0
+    writes_logs = part % blocks == 0 if GATE == "vector" else part == 0
     state = tl.zeros([BK, BV], dtype=tl.float32)
     if GATE == "vector":
         log = tl.zeros([BK], dtype=tl.float64)
@@ -133,7 +133,7 @@ def scan_pieces(
             log += through.to(tl.float64)
         state += total
     tl.store(final + outer * (K * V) + offsets, state, mask=inside)
-    writes_logs = part % blocks == 0
+    writes_logs = part % blocks == 0 if GATE == "vector" else part == 0
     if GATE == "vector":
         if writes_logs:
             tl.store(final_log + outer * K + key, log.to(tl.float32), mask=key < K)
