@@ -25,7 +25,7 @@ import weft
 from weft.bench import gpu
 from weft.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.linear_attention.fused import tiling
-from weft.linear_attention.fused.phases import FusedBackward, FusedForward
+from weft.linear_attention.fused.phases import FusedBackward, FusedForward, _readable
 from weft.scan import METHODS
 
 FUSED = FusedForward, FusedBackward
@@ -44,12 +44,12 @@ def small_blocks(programs: int = 512, piece: int = 2) -> Iterator[None]:
 
 
 def strided(case: Case) -> None:
-    """The same numbers as slices of a fused projection, heads first, and with a last dimension that is not dense."""
+    """The same numbers as slices of a fused projection (q, k) and heads first (v, do, g)."""
     case.q, case.k = torch.cat([case.q, case.k, case.v[:, :, : case.q.shape[2]]], -1).split(
         [case.q.shape[-1], case.q.shape[-1], case.v.shape[-1]], -1
     )[:2]
     case.v = case.v.transpose(1, 2).contiguous().transpose(1, 2)
-    case.do = case.do.transpose(2, 3).contiguous().transpose(2, 3)
+    case.do = case.do.transpose(1, 2).contiguous().transpose(1, 2)
     if case.g is not None and case.g.dim() > 1:
         case.g = case.g.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -133,6 +133,13 @@ def test_blocks_of_k_and_v(interpreter: Interpreter, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["scalar"])
 def test_strided_inputs(interpreter: Interpreter, kind: str) -> None:
     check(interpreter, (kind, 2, (14,), 2, 4, 8, 8, False), mild, 16, torch.float32, True)
+
+
+def test_only_a_last_dimension_that_is_not_dense_is_copied() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    heads_first = x.transpose(1, 2)
+    assert _readable(heads_first).data_ptr() == x.data_ptr() and _readable(heads_first).stride() == heads_first.stride()
+    assert _readable(x.mT).is_contiguous() and torch.equal(_readable(x.mT), x.mT)
 
 
 @pytest.mark.slow
