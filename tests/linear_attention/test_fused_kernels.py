@@ -72,7 +72,9 @@ def errors(shape: tuple, fill: Callable, chunk: int, dtype: torch.dtype, views: 
     for name, want in expected.items():
         got = actual[name].double()
         assert got.shape == want.shape and torch.isfinite(got).all(), name
-        found[name] = ((got - want).abs().max() / want.abs().max().clamp(min=1e-290)).item() if want.numel() else 0.0
+        if want.numel():
+            least = torch.finfo(actual[name].dtype).tiny  # a gradient behind gates of -50 is below what fp16 holds
+            found[name] = ((got - want).abs().max() / want.abs().max().clamp(min=least)).item()
     if case.g is not None:
         assert (actual["dg"][torch.isinf(case.g)] == 0).all()
     return found
@@ -165,7 +167,8 @@ def test_every_shape(interpreter: Interpreter, kind: str, chunk: int, dtype: tor
 @pytest.mark.parametrize("kind", GATES)
 def test_every_gate(interpreter: Interpreter, kind: str, fill: Callable) -> None:
     for chunk, dtype in ((16, torch.float32), (32, torch.float16), (64, torch.float32), (128, torch.float32)):
-        check(interpreter, (kind, 1, (230, 37), 1, 2, 16, 16, True), fill, chunk, dtype)
+        length = 100 if dtype == torch.float16 else 230  # the gradient of a constant decay grows beyond fp16
+        check(interpreter, (kind, 1, (length, 37), 1, 2, 16, 16, True), fill, chunk, dtype)
 
 
 def same_bits(kind: str) -> None:
