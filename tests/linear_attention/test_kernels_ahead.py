@@ -28,6 +28,7 @@ def check(made: Launch, capability: int) -> None:
     assert 0 < compiled.registers <= 255
     assert (compiled.matrix > 0) == (made.kernel.__name__ != "scan_pieces"), where
     assert not re.search(r"\b(?:atom|red)\.", compiled.ptx), f"{where} has atomics"
+    assert not re.search(r"\btt\.(?:make_tensor|descriptor)", compiled.ttir), f"{where} has descriptors"
 
 
 def test_every_kernel_compiles_without_spills() -> None:
