@@ -341,6 +341,7 @@ def gpu_rows_compute_the_same(decay: str) -> None:
         assert {"q", "k", "v", word} <= set(taken)
 
 
-@pytest.mark.parametrize("decay", ["scalar", soaked("none"), soaked("constant"), soaked("vector")])
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", list(gpu.FLA))
 def test_rows_of_the_benchmark_on_a_gpu(interpreter: Interpreter, decay: str) -> None:
     interpreter.run(gpu_rows_compute_the_same, decay)
