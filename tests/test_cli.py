@@ -180,13 +180,21 @@ def test_kernels_are_compiled_and_described(
     kept = tmp_path / "rows.json"
     words = ("kernels", "--decays", "none", "--dims", "64", "--capabilities", "90", "--json", str(kept))
     assert call_main(*words) == 0
-    rows = json.loads(kept.read_text())["rows"]
+    tables = json.loads(kept.read_text())["rows"]
+    rows = [row for row in tables if row["table"] == "kernels"]
     assert {row["kernel"] for row in rows} == {*KERNELS, "chunk_states (q, do)", "scan_pieces (back)"}
     said = capsys.readouterr().out
     for row in rows:
         assert row["kernel"].split()[0] in said and row["spilled"] == 0 and 0 < row["percent_of_roof"] <= 100
         # A kernel without products has no intensity; none of these reaches the rate of the tensor cores.
         assert (row["intensity"] == 0) == row["kernel"].startswith("scan_pieces") and row["percent_of_peak"] < 50
+    counted = {row["phase"]: row for row in tables if row["table"] == "phases"}
+    for way, reads_and_writes in (("forward", 4), ("backward", 7)):
+        parts = [counted[way], counted[f"{way}.intra"], counted[f"{way}.finish"]]
+        whole = counted[f"{way}, all"]
+        for key, least in (("bytes", "least_with_states"), ("kiloflops", "least_kiloflops")):
+            assert sum(part[key] for part in parts) == pytest.approx(whole[key]) and whole[key] > whole[least] > 0
+        assert whole["least_bytes"] == reads_and_writes * 64 * 2
     assert call_main("kernels", "--decays", "dense") == 2 and "decay 'dense' is not one of" in capsys.readouterr().err
     assert call_main("kernels", "--decays", "none", "--capabilities", "70") == 2
     assert "compute capability 70 is not one of 80, 90, 100" in capsys.readouterr().err

@@ -301,6 +301,7 @@ def show_kernels(
     Spilled registers or too much shared memory for two stages end the command with code 1. FLOP/byte counts each tensor
     that a kernel reads or writes once. "% of peak" is the rate of tf32 products memory allows at that intensity on a
     preset machine (A100, H100, B200); "% of roof" is what is left of it when the last wave of programs is not full.
+    A second table has the bytes and FLOPs of each phase beside the least there is.
 
     Args:
         decays: Classes of decay: none, constant, scalar, vector.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from weft.bench.kernels import DECAYS, GPUS
-from weft.linear_attention.fused.ahead import Shape, _specialise, compile_for, launches
+from weft.linear_attention.fused.ahead import Shape, _specialise, compile_for, launches, phases
 from weft.linear_attention.fused.launch import Launch
 from weft.linear_attention.fused.operators import _SCHEMAS
 from weft.linear_attention.fused.tiling import KERNELS
@@ -27,6 +28,7 @@ def check(made: Launch, capability: int) -> None:
     assert 0 < compiled.registers <= 255
     assert (compiled.matrix > 0) == (made.kernel.__name__ != "scan_pieces"), where
     assert not re.search(r"\b(?:atom|red)\.", compiled.ptx), f"{where} has atomics"
+    assert not re.search(r"\btt\.(?:make_tensor|descriptor)", compiled.ttir), f"{where} has descriptors"
 
 
 def test_every_kernel_compiles_without_spills() -> None:
@@ -97,3 +99,43 @@ def test_bf16_and_fp16_differ_in_loads_and_stores_only(decay: str) -> None:
                     "tt.load", "tt.store", "tt.func", "tt.call", "tt.splat", "tt.addptr", "tt.broadcast", "arith.extf",
                     "arith.truncf", "arith.constant", "ub.poison",
                 ), line  # fmt: skip
+
+
+@pytest.mark.parametrize("decay", ["scalar", *(pytest.param(decay, marks=pytest.mark.slow) for decay in DECAYS)])
+def test_one_token_and_one_head_are_taken(decay: str) -> None:
+    """At a launch Triton makes a number that is 1 a constant, which has fewer methods; its interpreter does not."""
+    for one in launches(Shape(decay, 16, 16, heads=1, tokens=1)):
+        assert one.name in lower(one.launch)
+
+
+@pytest.mark.parametrize("decay", ["vector"])
+def test_heads_may_lie_far_apart(decay: str) -> None:
+    """Heads first, a head times its stride passes 2**31 on long sequences: those products are of 64 bits."""
+    for one in launches(Shape(decay, 96, 80)):
+        used = re.findall(r"= (arith\.\w+) .*%\w+_[bh]\b.* : (i32|i64)\b", lower(one.launch))
+        assert used or one.name == "scan_pieces"  # which has no strides
+        assert ("arith.muli", "i32") not in used, one.name
+
+
+PHASES = {
+    "forward": ("chunk_states", "scan_pieces"),
+    "forward.intra": ("output_intra",),
+    "forward.finish": ("scan_pieces", "output_inter"),
+    "backward": ("chunk_states", "scan_pieces"),
+    "backward.intra": ("chunk_states", "scan_pieces", "query_grads", "key_grads", "value_grads"),
+    "backward.finish": ("scan_pieces", "key_finish", "value_finish"),
+}
+
+
+def test_the_docs_tell_what_each_phase_launches_moves_and_computes() -> None:
+    scalar, vector = phases(Shape("scalar")), phases(Shape("vector"))
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    for phase, names in PHASES.items():
+        assert tuple(one.name for one in scalar[phase]) == tuple(one.name for one in vector[phase]) == names
+        sizes, flops = (
+            [sum(getattr(one, key) for one in found[phase]) / (8192 * 16) for found in (scalar, vector)]
+            for key in ("size", "flops")
+        )
+        told = f"{sizes[0]:,.0f} ({sizes[1]:,.0f}) | {flops[0] / 1e3:.0f} ({flops[1] / 1e3:.0f}) |"
+        row = next(line for line in page.splitlines() if told in line)
+        assert all(f"`{name}`" in row for name in names)

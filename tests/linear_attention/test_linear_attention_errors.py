@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ranks import errors_of
 
 import weft
+from weft.linear_attention.backend import choose_backend
 
 Q = torch.randn(1, 6, 2, 4)
 V = torch.randn(1, 6, 4, 3)
@@ -86,11 +89,45 @@ def test_a_total_that_does_not_fit_raises_everywhere() -> None:
         ({"dtype": torch.float64}, "takes bfloat16, float16 or float32, got q, k, v in float64"),
         ({"keys": 257}, "takes K and V up to 256, got 257 and 8"),
         ({"chunk_size": 256}, "takes chunk_size up to 128, got 256"),
+        ({"batch": 65536}, "takes batches times value heads up to 65,535, got 65536 x 1"),
     ],
 )
 def test_what_triton_does_not_take_is_told(changes, words) -> None:
     """On meta tensors, which have no device to miss."""
     like = {"dtype": changes.get("dtype", torch.float32), "device": "meta"}
-    q, v = torch.empty(1, 4, 1, changes.get("keys", 8), **like), torch.empty(1, 4, 1, 8, **like)
+    batch, keys = changes.get("batch", 1), changes.get("keys", 8)
+    q, v = torch.empty(batch, 4, 1, keys, **like), torch.empty(batch, 4, 1, 8, **like)
     with pytest.raises(ValueError, match=words):
         weft.linear_attention(q, q, v, backend="triton", chunk_size=changes.get("chunk_size"))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "keys", "chunk_size", "installed", "expected"),
+    [
+        ("cuda", torch.bfloat16, 256, 128, True, "triton"),
+        ("cuda", torch.float16, 8, 16, True, "triton"),
+        ("cuda", torch.float32, 8, 64, True, "triton"),
+        ("cuda", torch.bfloat16, 8, 64, False, "torch"),
+        ("cuda", torch.float64, 8, 64, True, "torch"),
+        ("cuda", torch.bfloat16, 257, 64, True, "torch"),
+        ("cuda", torch.bfloat16, 8, 256, True, "torch"),
+        ("cpu", torch.float32, 8, 64, True, "torch"),
+    ],
+)
+def test_auto_takes_triton_on_cuda_where_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    keys: int,
+    chunk_size: int,
+    installed: bool,
+    expected: str,
+) -> None:
+    """With what the choice looks at of a tensor: there is no CUDA here to make one."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    q = SimpleNamespace(
+        is_cuda=device == "cuda", device=torch.device(device), dtype=dtype, shape=torch.Size([1, 4, 1, keys])
+    )
+    assert choose_backend("auto", q, q, None, chunk_size) == expected
+    for name in ("torch", "triton"):
+        assert choose_backend(name, q, q, None, chunk_size) == name

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.bench import kernel_phases
 from weft.bench.report import Column, Layout, Report
 from weft.world.machine import PRESETS, Machine
 
@@ -63,8 +64,11 @@ GPUS = {
 
 
 def layouts(tokens: int, heads: int) -> dict[str, Layout]:
-    """The table of this command."""
-    return {"kernels": Layout(f"kernels of linear attention, two stages, B1 T{tokens} H{heads}", COLUMNS)}
+    """The tables of this command."""
+    return {
+        "kernels": Layout(f"kernels of linear attention, two stages, B1 T{tokens} H{heads}", COLUMNS),
+        "phases": Layout(f"phases, for one token and head of B1 T{tokens} H{heads}", kernel_phases.COLUMNS),
+    }
 
 
 def shapes(
@@ -87,12 +91,13 @@ def shapes(
 
 
 def run(report: Report, todo: Sequence[Shape], capabilities: Sequence[int]) -> list[str]:
-    """Compile everything and fill the table; returns what is wrong with it, a sentence for each kernel."""
+    """Compile everything and fill the tables; returns what is wrong, a sentence for each kernel."""
     from weft.linear_attention.fused.ahead import compile_for, launches
 
     for capability in capabilities:
         if capability not in GPUS:
             raise ValueError(f"compute capability {capability} is not one of {', '.join(map(str, GPUS))}")
+    kernel_phases.run(report, [(shape, describe_shape(shape)) for shape in todo])
     faults = []
     counted = [(shape, one) for shape in todo for one in launches(shape)]
     with report.progress(len(counted) * len(capabilities), "compiling") as advance:
@@ -109,6 +114,11 @@ def run(report: Report, todo: Sequence[Shape], capabilities: Sequence[int]) -> l
     return faults
 
 
+def describe_shape(shape: Shape) -> str:
+    """K (= V), chunk and dtype."""
+    return f"{shape.keys}, {shape.chunk}, {next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)}"
+
+
 def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) -> dict[str, Any]:
     """A row: what the compiler made, and the prediction.
 
@@ -122,13 +132,12 @@ def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) ->
         programs *= count
     resident = gpu.resident(compiled.registers, compiled.shared, one.launch.warps)
     at_once = max(1, resident * gpu.processors)
-    name = {value: key for key, value in DTYPES.items()}[shape.dtype]
     back = {"chunk_states": " (q, do)", "scan_pieces": " (back)"} if one.launch.constants.get("REVERSE") else {}
     return {
         "decay": shape.gate,
         "kernel": one.name + back.get(one.name, ""),
         "target": str(capability),
-        "shape": f"{shape.keys}, {shape.chunk}, {name}",
+        "shape": describe_shape(shape),
         "registers": compiled.registers,
         "spilled": compiled.spilled,
         "shared_kilobytes": compiled.shared / 1024,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.linear_attention.fused.phases import FusedBackward, FusedForward
-from weft.linear_attention.fused.tiling import MAX_CHUNK, MAX_DIM
+from weft.linear_attention.fused.tiling import MAX_CELLS, MAX_CHUNK, MAX_DIM
 
 CHOICES = ("auto", "torch", "triton")
 FORWARD: dict[str, type[ChunkForward] | type[FusedForward]] = {"torch": ChunkForward, "triton": FusedForward}
@@ -49,6 +49,8 @@ def find_triton_fault(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -
             return f"takes bfloat16, float16 or float32, got {label} in {str(x.dtype).removeprefix('torch.')}"
     if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
         return f"takes K and V up to {MAX_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
+    if q.shape[0] * v.shape[2] > MAX_CELLS:
+        return f"takes batches times value heads up to {MAX_CELLS:,}, got {q.shape[0]} x {v.shape[2]}"
     if chunk_size > MAX_CHUNK:
         return f"takes chunk_size up to {MAX_CHUNK}, got {chunk_size}"
     return None

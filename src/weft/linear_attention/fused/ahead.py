@@ -87,26 +87,43 @@ def gate(shape: Shape) -> Tensor | None:
     return None if shape.gate == "none" else torch.empty(dims[shape.gate], dtype=shape.gate_dtype, device="meta")
 
 
-def launches(shape: Shape) -> list[Counted]:
-    """All launches of a forward and a backward, in order; a kernel of the same kind and constants comes once."""
+def phases(shape: Shape) -> dict[str, list[Counted]]:
+    """All launches of a forward and a backward, in order, by the phase they belong to (see `fused.phases`)."""
 
     def tokens(dim: int) -> Tensor:
         return torch.empty(1, shape.tokens, shape.heads, dim, dtype=shape.dtype, device="meta")
 
     q, k, v, do, g = tokens(shape.keys), tokens(shape.keys), tokens(shape.values), tokens(shape.values), gate(shape)
     state = torch.empty(1, shape.heads, shape.keys, shape.values, device="meta")
+    found: dict[str, list[Counted]] = {}
+
+    def take(phase: str) -> None:
+        found[phase] = [
+            Counted(name, getattr(launch, name)(*args), _bytes(args), _flops(name, args)) for name, args in listen.heard
+        ]
+        listen.heard.clear()
+
     with _Listen() as listen:
         forward = FusedForward(q, k, v, g, 1.0, [shape.tokens], shape.chunk)
+        take("forward")
         forward.intra()
+        take("forward.intra")
         forward.finish(state)
+        take("forward.finish")
         backward = FusedBackward(q, k, v, g, 1.0, [shape.tokens], shape.chunk, state, do)
+        take("backward")
         backward.intra()
+        take("backward.intra")
         backward.finish(state)
+        take("backward.finish")
+    return found
+
+
+def launches(shape: Shape) -> list[Counted]:
+    """What there is to compile: a kernel of the same kind and constants comes once."""
     found: dict[Any, Counted] = {}
-    for name, args in listen.heard:
-        made = getattr(launch, name)(*args)
-        key = name, tuple(sorted(made.constants.items()))
-        found.setdefault(key, Counted(name, made, _bytes(args), _flops(name, args)))
+    for one in (one for phase in phases(shape).values() for one in phase):
+        found.setdefault((one.name, tuple(sorted(one.launch.constants.items()))), one)
     return list(found.values())
 
 
@@ -158,7 +175,7 @@ def _specialise(made: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any,
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and the bytes of its stack: these kernels have no arrays, so all of it is spilled."""
-    tool = triton.knobs.nvidia.cuobjdump.path
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # in every version's wheel
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout

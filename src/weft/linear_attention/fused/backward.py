@@ -49,7 +49,7 @@ def query_grads(
     """dq, all of it: from the keys of the chunk and from the state that enters it."""
     chunk, i = tl.program_id(0) // (BC // BR), tl.program_id(0) % (BC // BR)
     part, cell = tl.program_id(1), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
     key = part * BK + tl.arange(0, BK)
     row = i * BR + tl.arange(0, BR)
@@ -111,7 +111,7 @@ def key_grads(
     """The within-chunk part of dk, in fp32."""
     chunk, j = tl.program_id(0) // (BC // BR), tl.program_id(0) % (BC // BR)
     part, cell = tl.program_id(1), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
     key = part * BK + tl.arange(0, BK)
     row = j * BR + tl.arange(0, BR)
@@ -160,7 +160,7 @@ def value_grads(
 ):  # fmt: skip
     """The within-chunk part of dv, in fp32: scores, transposed, times do."""
     chunk, j, cell = tl.program_id(0) // (BC // BR), tl.program_id(0) % (BC // BR), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
     row = tl.arange(0, BR)

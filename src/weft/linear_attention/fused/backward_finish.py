@@ -32,7 +32,7 @@ def key_finish(
     there before. A program per chunk and value head, and per block of K where that has gates of its own or none.
     """
     chunk, cell = tl.program_id(0), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     row = tl.arange(0, BC)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
     k += b * k_b + token * k_t + (head // group) * k_h
@@ -81,7 +81,7 @@ def key_finish(
     if one_gate:
         pairs = tl.zeros([BC], dtype=tl.float32)
         for part in range(PARTS):
-            table = part * batch * tokens_all.to(tl.int64) * value_heads + place
+            table = part * batch * tl.cast(tokens_all, tl.int64) * value_heads + place
             pairs += tl.load(row_gate + table + row * value_heads, mask=row < tokens, other=0.0)
             pairs -= tl.load(col_gate + table + row * value_heads, mask=row < tokens, other=0.0)
         dlog = tl.cumsum(pairs, 0, reverse=True) + tl.sum(whole, 0) * tl.exp(total.to(tl.float32))
@@ -101,7 +101,7 @@ def value_finish(
     A program per chunk, block of V and value head.
     """
     chunk, cell = tl.program_id(0), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
     row = tl.arange(0, BC)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)

@@ -21,7 +21,7 @@ def output_intra(
     ``partial`` is [B, T, HV, V]; a program per block of tokens, block of V and value head.
     """
     chunk, i, cell = tl.program_id(0) // (BC // BR), tl.program_id(0) % (BC // BR), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
     row = tl.arange(0, BR)
@@ -54,7 +54,7 @@ def output_inter(
     A program per chunk, block of V and value head.
     """
     chunk, cell = tl.program_id(0), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
     row = tl.arange(0, BC)

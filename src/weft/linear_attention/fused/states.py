@@ -31,7 +31,7 @@ def chunk_states(
     piece's border and the chunk's, and the same two for the whole piece: ``sums`` and ``sum_logs``.
     """
     piece, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = (part // blocks) * BK + tl.arange(0, BK)
     value = (part % blocks) * BV + tl.arange(0, BV)
@@ -40,7 +40,7 @@ def chunk_states(
     g = to_gate(g, b, 0, head // gate_group, g_b, g_t, g_h, GATE)
     inside = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
-    writes_logs = part % blocks == 0
+    writes_logs = part % blocks == 0 if GATE == "vector" else part == 0
     state = tl.zeros([BK, BV], dtype=tl.float32)
     if GATE == "vector":
         log = tl.zeros([BK], dtype=tl.float64)
@@ -103,7 +103,7 @@ def scan_pieces(
     at the other border: ``final`` [B*N, HV, K, V] and ``final_log`` [B*N, HV, K or 1], the log decay of the segment.
     """
     segment, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), cell % value_heads
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = (part // blocks) * BK + tl.arange(0, BK)
     value = (part % blocks) * BV + tl.arange(0, BV)
@@ -133,7 +133,7 @@ def scan_pieces(
             log += through.to(tl.float64)
         state += total
     tl.store(final + outer * (K * V) + offsets, state, mask=inside)
-    writes_logs = part % blocks == 0
+    writes_logs = part % blocks == 0 if GATE == "vector" else part == 0
     if GATE == "vector":
         if writes_logs:
             tl.store(final_log + outer * K + key, log.to(tl.float32), mask=key < K)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 MAX_DIM = 256  # K and V
 MAX_CHUNK = 128
+MAX_CELLS = 65535  # batch times value heads: the third axis of a grid, and CUDA takes no more there
 # Programs wanted of the kernel that walks through chunks one after the other: about four for each multiprocessor.
 PROGRAMS = 512
 # Chunks a piece has at least: the state at its border is an extra state to write and to read.
@@ -48,16 +49,19 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torc
     if kernel in PAIRS:
         if exact:
             rows, wide_k, warps = 32, 32, 8
-        elif vector or max(keys, values) > 128:
-            rows, wide_k, warps = 32, 64 if keys > 64 or not vector else 32, 4
+        elif vector:
+            rows, wide_k, warps = 32, 64 if keys > 64 else 32, 4
         else:
-            rows, wide_k, warps = 64, 64, 8
-        wide_v = wide_k
+            rows, wide_k, warps = 32 if max(keys, values) > 128 else 64, 64, 8
+        # With fp32 a loop over V next to fp64 logs is where registers end.
+        wide_v = 16 if exact and gate == "scalar" and kernel in ("query_grads", "key_grads") else wide_k
     elif kernel == "chunk_states":
         rows, wide_k = 32, 32 if exact else 64
         wide_v = wide_k
     elif kernel == "key_finish":
         wide_k, wide_v, warps = 32 if exact or chunk > 64 else 64, 32, 8
+        if exact and vector and chunk > 64:
+            wide_k = 16
     elif kernel != "scan_pieces" and small:
         wide_k, wide_v, warps = 32, 32, 8
     return Tiling(chunk, min(rows, chunk), min(wide_k, _power(keys)), min(wide_v, _power(values)), warps)
