@@ -1,0 +1,252 @@
+"""The subcommands of ``weft bench``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft.bench import attention, linear_attention, network, rekls, rekls_quality, rows, scan, step, step_orders
+from weft.bench.report import Report, describe_machine
+from weft.bench.step_runs import Sizes
+from weft.bench.world import rank_pool
+from weft.world import Machine
+
+
+def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int = 15, calls: int = 20) -> None:
+    """Every scan schedule at several state sizes on real processes, beside its hand-written version.
+
+    A time is the median over repeats of the slowest rank. "x by hand" compares with the same rounds and bytes
+    written straight on Gloo. Bytes (of the rank that sends most) and rounds are counted by the ledger. The error
+    is against a serial fold in fp64. Ctrl-C keeps what was measured; under torchrun its ranks are used.
+
+    Args:
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        calls: Calls in one sample.
+    """
+    with rank_pool(ranks) as world:
+        header = describe_machine(bench="scan", ranks=world.size, repeats=repeats, calls=calls)
+        report = Report(scan.layouts(world.size), json, world.reports, header)
+        measure(report, lambda: scan.run(world, report, repeats, calls))
+
+
+def bench_linear_attention(
+    ranks: int = 2, tokens: int = 4096, virtual_ranks: int = 64, h100_ranks: tuple[int, ...] = (64, 256),
+    json: Path | None = None, repeats: int = 7,
+) -> None:  # fmt: skip
+    """Linear attention: the local kernel beside a matmul, and ranks beside LASP, LASP-2 and ZeCO.
+
+    The first table counts the FLOPs of the algorithm at chunk 64 on one thread. The second compares with the same
+    local work without communication, on as many processes. The baselines use weft's own kernels and differ in what
+    they send and when they wait. Peak memory is what a forward and backward add to the resident set. With a GPU the
+    last table has the Triton kernels on it, beside those of flash-linear-attention if that is installed.
+
+    Args:
+        ranks: Local processes to start. Under torchrun, the number it started.
+        tokens: Tokens a rank holds; the kernel is measured on twice as many.
+        virtual_ranks: Ranks of the table in virtual time.
+        h100_ranks: Ranks of the tables in virtual time of H100s with the Triton kernels, one table for each.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+    """
+    with rank_pool(ranks) as world:
+        header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
+        report = Report(
+            linear_attention.layouts(world.size, tokens, virtual_ranks, h100_ranks), json, world.reports, header
+        )
+        measure(report, lambda: linear_attention.run(world, report, repeats, tokens, virtual_ranks, h100_ranks))
+
+
+def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:
+    """Context-parallel softmax attention beside one process, a strided all-gather, rings and Ulysses.
+
+    "x one process" compares with the whole sequence in one process that has a thread for every rank, "x its own work"
+    with the same layout when all keys are already there. The baselines use weft's own block kernels and differ in what
+    they send and when they wait. Peak memory is what a forward and backward add to the resident set.
+
+    Args:
+        ranks: Local processes to start. Under torchrun, the number it started.
+        tokens: Tokens of the whole sequence.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+    """
+    with rank_pool(ranks) as world:
+        header = describe_machine(bench="attention", ranks=world.size, tokens=tokens, repeats=repeats)
+        report = Report(attention.layouts(world.size, tokens), json, world.reports, header)
+        measure(report, lambda: attention.run(world, report, repeats, tokens))
+
+
+def bench_rows(
+    ranks: int | None = None, json: Path | None = None, repeats: int = 5, warm_steps: int = 30, smaller: int = 1
+) -> None:
+    """Training steps of large embedding tables: weft's rows beside dense and sparse data parallelism.
+
+    A step is lookup, backward and Adam. CPU time is summed over the ranks; "x push" compares it, sample by sample, with
+    the best a user has today: touched rows to owners, dense Adam there, and all rows back. Bytes (of the rank that
+    sends most) are counted by the ledger; density is the share of all rows that a rank needs. Every method uses the
+    same fused Adam. "Dense steps" are those of "auto", made to step whole shards where most rows are touched.
+
+    Args:
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        warm_steps: Steps that weft's tables are trained before: rows left alone must be caught up, as in a long run.
+        smaller: Divide tables and ids by this, for machines with less than 24 GB of memory.
+    """
+    with rank_pool(ranks) as world:
+        header = describe_machine(bench="rows", ranks=world.size, repeats=repeats, warm_steps=warm_steps)
+        report = Report(rows.layouts(world.size), json, world.reports, header)
+        measure(report, lambda: rows.run(world, report, repeats, warm_steps, smaller))
+
+
+def bench_rekls(
+    ranks: int | None = None, json: Path | None = None, repeats: int | None = None, warm_steps: int | None = None,
+    widths: tuple[int, ...] | None = None, blocks: int | None = None, quality: bool = False, seeds: int | None = None,
+    steps: int | None = None,
+) -> None:  # fmt: skip
+    """One step of REKLS for the matrices of transformer blocks, beside the replicated tensor-parallel algorithm.
+
+    CPU time is summed over the ranks; "x less CPU" compares it, sample by sample, with the replicated algorithm on as
+    many ranks (every rank gathers and computes all), or for data x tensor with two replicas that average gradients
+    first. The columns with threads compare the time of the slowest rank with REKLS in one process. Bytes (of the rank
+    that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
+    is its share of the CPU time, "busiest" the busiest rank's eigh over the mean.
+
+    With --quality instead: validation losses of AdamW and both variants on two small tasks, and their conditioning.
+
+    Args:
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case (7 if left out).
+        warm_steps: Steps before the first sample (4 if left out): factors have their full rank only after a few.
+        widths: h of a block (128 and 256 if left out): qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h].
+        blocks: How many blocks (2 if left out).
+        quality: Train instead, one run on each rank at a time: the runs share nothing.
+        seeds: With --quality: runs for each rate (5 if left out); the median counts.
+        steps: With --quality: steps of a run (300 if left out).
+    """
+    speed = {"repeats": repeats, "warm_steps": warm_steps, "widths": widths, "blocks": blocks}
+    training = {"seeds": seeds, "steps": steps}
+    mine, not_mine = (training, speed) if quality else (speed, training)
+    for name in [name for name, value in not_mine.items() if value is not None]:
+        word = "cannot be combined with" if quality else "needs"
+        raise ValueError(f"--{name.replace('_', '-')} {word} --quality")
+    given: dict[str, Any] = {name: value for name, value in mine.items() if value is not None}
+    (_rekls_quality if quality else _rekls_speed)(ranks, json, **given)
+
+
+def _rekls_speed(
+    ranks: int | None, json: Path | None, repeats: int = 7, warm_steps: int = 4, widths: tuple[int, ...] = (128, 256),
+    blocks: int = 2,
+) -> None:  # fmt: skip
+    with rank_pool(ranks) as world:
+        header = describe_machine(
+            bench="rekls", ranks=world.size, repeats=repeats, warm_steps=warm_steps, blocks=blocks
+        )
+        report = Report(rekls.layouts(world.size, blocks), json, world.reports, header)
+        measure(report, lambda: rekls.run(world, report, repeats, warm_steps, widths, blocks))
+
+
+def _rekls_quality(ranks: int | None, json: Path | None, seeds: int = 5, steps: int = 300) -> None:
+    with rank_pool(ranks) as world:
+        header = describe_machine(bench="rekls --quality", ranks=world.size, seeds=seeds, steps=steps)
+        report = Report(rekls_quality.layouts(seeds, steps), json, world.reports, header)
+        measure(report, lambda: rekls_quality.run(world, report, seeds, steps))
+
+
+def bench_step(
+    ranks: int | None = None, json: Path | None = None, repeats: int = 7, warm_steps: int = 4, width: int = 256,
+    blocks: int = 2, rows: int = 250_000, vocabulary: int = 4096, tokens: int = 8192,
+) -> None:  # fmt: skip
+    """One optimizer step with the exchange of its gradients: overlapped, tuned, in sequence, DDP and ZeRO.
+
+    A step looks the table's rows up, takes gradients in, and ends with new weights on every rank; the computation of
+    the blocks, the same for all, is left out. "REKLS" steps matrices with it and the rest with AdamW. The time is that
+    of the slowest rank; "x sequence" and "x ZeRO" say, sample by sample, how many times faster a step is than the same
+    parts one after the other, and than ZeroRedundancyOptimizer. CPU time is summed over the ranks. Bytes (of the rank
+    that sends most) are counted by the kernel for all methods, and by the ledger for weft's. "Exposed" are the waits of
+    the rank that waits most. Peak memory is all that a rank needs for the model and three steps.
+
+    Args:
+        ranks: Local processes to start (4 if left out); steps are measured on 2 and on 4. Leave it out under torchrun.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        warm_steps: Steps before the first sample.
+        width: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h], two norms.
+        blocks: How many blocks.
+        rows: Rows of the bigram table, each of h elements.
+        vocabulary: Rows of the dense token embeddings.
+        tokens: Bigrams that a rank looks up in a step.
+    """
+    sizes = Sizes(width, blocks, rows, vocabulary, tokens)
+    with rank_pool(ranks) as world:
+        facts = {"ranks": world.size, "repeats": repeats, "warm_steps": warm_steps}
+        report = Report(
+            step.layouts(sizes), json, world.reports, describe_machine(bench="step", **facts, **vars(sizes))
+        )
+        measure(report, lambda: step.run(world, report, repeats, warm_steps, sizes))
+
+
+def bench_step_orders(tries: int = 64, json: Path | None = None) -> None:
+    """Orders of one large overlapped step in virtual time: naive, published, default, tuned, and the bound.
+
+    The step itself runs on 8 virtual ranks (matrices as meta tensors, whose operators only count, the table's rows are
+    real); its messages and the time of its work are then replayed in other orders. "Exposed" is what a step takes
+    beyond the busiest rank's work.
+
+    Args:
+        tries: Orders that are tried.
+        json: Write the rows here, with a header of machine, versions and commit.
+    """
+    report = Report(step_orders.layouts(), json, True, describe_machine(bench="step-orders", tries=tries))
+    measure(report, lambda: step_orders.run(report, tries))
+
+
+def bench_network(
+    latency: float, bandwidth: float, ranks: int | None = None, tokens: int = 1024, json: Path | None = None,
+    repeats: int = 5,
+) -> None:  # fmt: skip
+    """Scans and both attentions on links of a known delay and rate, beside their virtual time on such links.
+
+    "x gloo" is the measured time over the virtual time with Gloo's rule that a message waits for the word that its
+    receive is posted, "x ideal" over that of a network without it. All ranks must be on one host, whose clock they
+    share. Local work is measured without communication.
+
+    Args:
+        latency: Seconds a message is on its way, one way.
+        bandwidth: Bytes per second of a rank's link.
+        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
+        tokens: Tokens a rank holds of linear attention; a quarter of it of softmax attention.
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+    """
+    machine = Machine(latency, bandwidth)
+    with rank_pool(ranks) as world:
+        facts = {"ranks": world.size, "latency": latency, "bandwidth": bandwidth, "tokens": tokens}
+        header = describe_machine(bench="network", **facts)
+        report = Report(network.layouts(world.size, machine), json, world.reports, header)
+        measure(report, lambda: network.run(world, report, machine, repeats, tokens))
+
+
+def measure(report: Report, work: Callable[[], None]) -> None:
+    """Do the work and show what there is, also when the user stops it."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        print("stopped: the rows measured so far follow", file=sys.stderr)
+    report.show()
+
+
+BENCHES: dict[str, Callable[..., None]] = {
+    "scan": bench_scan,
+    "linear-attention": bench_linear_attention,
+    "attention": bench_attention,
+    "rows": bench_rows,
+    "rekls": bench_rekls,
+    "step": bench_step,
+    "step-orders": bench_step_orders,
+    "network": bench_network,
+}
