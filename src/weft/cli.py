@@ -176,7 +176,7 @@ def bench_step(
         ranks: Local processes to start (4 if left out); steps are measured on 2 and on 4. Leave it out under torchrun.
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
-        warm_steps: Steps before the first sample.
+        warm_steps: Steps before the first sample; in the last of them orders are tuned.
         width: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h], two norms.
         blocks: How many blocks.
         rows: Rows of the bigram table, each of h elements.
