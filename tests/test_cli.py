@@ -245,7 +245,7 @@ def test_bench_step_steps_alike_and_sends_less_than_ddp_and_zero(
 ) -> None:
     kept = tmp_path / "rows.json"
     words = ["bench", "step", "--width", "16", "--blocks", "1", "--rows", "4000", "--vocabulary", "64"]
-    words += ["--tokens", "32", "--repeats", "1", "--warm-steps", "1", "--json", str(kept)]
+    words += ["--tokens", "256", "--repeats", "2", "--warm-steps", "4", "--json", str(kept)]
     assert call_main(*words) == 0
     shown = capsys.readouterr().out
     rows = {(row["case"], row["method"]): row for row in json.loads(kept.read_text())["rows"]}
@@ -254,7 +254,7 @@ def test_bench_step_steps_alike_and_sends_less_than_ddp_and_zero(
     for ranks in (2, 4):
         of = {method: row for (case, method), row in rows.items() if case == str(ranks)}
         for row in of.values():
-            assert row["milliseconds"] > 0 and row["cpu_milliseconds"] > 0 and row["samples"] == 1
+            assert row["milliseconds"] > 0 and row["cpu_milliseconds"] > 0 and row["samples"] == 2
             assert row["to_zero"] > 0 and row["peak_megabytes"] >= 0
         for parts in ("REKLS", "AdamW"):
             alike = [of[f"{parts}, {way}"] for way in ("in sequence", "overlapped", "overlapped, tuned")]
@@ -269,6 +269,8 @@ def test_bench_step_steps_alike_and_sends_less_than_ddp_and_zero(
         assert of["DDP + AdamW"]["megabytes"] >= 2 * (ranks - 1) / ranks * 4 * elements / 1e6
     assert call_main("bench", "step", "--ranks", "1") == 2
     assert "bench step compares steps over 2 and 4 ranks, got 1" in capsys.readouterr().err
+    assert call_main("bench", "step", "--ranks", "2", "--warm-steps", "0") == 2
+    assert "give at least 1 of warm_steps, not 0" in capsys.readouterr().err
 
 
 def test_bench_step_takes_weft_and_ddp_to_the_same_weights() -> None:

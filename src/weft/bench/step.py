@@ -48,6 +48,10 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Si
     counts = [count for count in (2, 4) if count <= pool.size]
     if not counts:
         raise ValueError(f"bench step compares steps over 2 and 4 ranks, got {pool.size}")
+    if warm_steps < 1:
+        raise ValueError(
+            f"bench step tunes in a step before the first sample: give at least 1 of warm_steps, not {warm_steps}"
+        )
     pool.run(set_up)
     with report.progress(len(counts) * repeats, "step") as advance:
         for count in counts:

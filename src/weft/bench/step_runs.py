@@ -160,20 +160,15 @@ class Run:
         """Look rows up, and hand all gradients in."""
         torch.autograd.backward(self.wrapped(batch.ids), batch.grads)
 
-    def step(self, batch: Batch) -> None:
-        """What is measured: from ids and gradients to new weights and no gradients."""
+    def step(self, batch: Batch, tune: bool = False) -> None:
+        """What is measured: from ids and gradients to new weights and no gradients; ``tune``: find orders before."""
         self.differentiate(batch)
+        if tune and self.overlapped is not None:
+            self.overlapped.tune(LOCAL, show=False)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-
-    def tune(self, batch: Batch) -> None:
-        """Find orders for such a batch; nothing else is changed."""
-        assert self.overlapped is not None
-        self.differentiate(batch)
-        self.overlapped.tune(LOCAL, show=False)
-        self.overlapped.zero_grad()
 
     @torch.no_grad()
     def weights(self) -> list[Tensor]:
@@ -227,10 +222,8 @@ def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int) ->
     for method in methods:
         if axis.rank < method.ranks:
             _made[method.name] = run = Run(_axis_of(axis, method.ranks), method, sizes)
-            for step in range(warm_steps):
-                run.step(run.draw(-2 - step))
-            if method.kind == "tuned":
-                run.tune(run.draw(-1))
+            for step in range(-warm_steps, 0):
+                run.step(run.draw(step), tune=method.kind == "tuned" and step == -1)
 
 
 def sample(axis: Axis, methods: list[Method], turn: int) -> dict[str, Sample]:
