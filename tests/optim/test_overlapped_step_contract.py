@@ -253,7 +253,7 @@ def test_what_is_refused(options: dict, kind: type, words: str) -> None:
 def test_orders_that_name_parts_and_buckets() -> None:
     axis = weft.Axis.of(None)
     optimizer = overlapped(Mixed(axis), axis, work_order=["RowAdam.1", "ShardedAdamW"], scatter_order=["RowAdam"])
-    assert optimizer.orders.work == ("RowAdam.1", "ShardedAdamW.0", "REKLS.0", "RowAdam.0")
+    assert optimizer.orders.work == ("RowAdam.1", "ShardedAdamW.0", "RowAdam.0", "REKLS.0")
     assert optimizer.orders.scatter == ("RowAdam.0", "RowAdam.1", "REKLS.0", "ShardedAdamW.0")
 
 

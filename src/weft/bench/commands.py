@@ -159,7 +159,8 @@ def _rekls_quality(ranks: int | None, json: Path | None, seeds: int = 5, steps: 
 
 def bench_step(
     ranks: int | None = None, json: Path | None = None, repeats: int = 7, warm_steps: int = 4, width: int = 256,
-    blocks: int = 2, rows: int = 250_000, vocabulary: int = 4096, tokens: int = 8192,
+    blocks: int = 2, rows: int = 250_000, vocabulary: int = 4096, tokens: int = 8192, methods: tuple[str, ...] = (),
+    latency: float = 50e-6, bandwidth: float = 1.5e9,
 ) -> None:  # fmt: skip
     """One optimizer step with the exchange of its gradients: overlapped, tuned, in sequence, DDP and ZeRO.
 
@@ -174,20 +175,23 @@ def bench_step(
         ranks: Local processes to start (4 if left out); steps are measured on 2 and on 4. Leave it out under torchrun.
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
-        warm_steps: Steps before the first sample.
+        warm_steps: Steps before the first sample; in the last of them orders are tuned.
         width: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h], two norms.
         blocks: How many blocks.
         rows: Rows of the bigram table, each of h elements.
         vocabulary: Rows of the dense token embeddings.
         tokens: Bigrams that a rank looks up in a step.
+        methods: Only those whose names begin so, for example REKLS.
+        latency: Seconds of a message on its way, for tuning; about what Gloo makes of a loopback device.
+        bandwidth: Bytes/s of a rank's link, for tuning.
     """
-    sizes = Sizes(width, blocks, rows, vocabulary, tokens)
+    sizes, link = Sizes(width, blocks, rows, vocabulary, tokens), Machine(latency, bandwidth)
     with rank_pool(ranks) as world:
         facts = {"ranks": world.size, "repeats": repeats, "warm_steps": warm_steps}
         report = Report(
             step.layouts(sizes), json, world.reports, describe_machine(bench="step", **facts, **vars(sizes))
         )
-        measure(report, lambda: step.run(world, report, repeats, warm_steps, sizes))
+        measure(report, lambda: step.run(world, report, repeats, warm_steps, sizes, methods, link))
 
 
 def bench_step_orders(tries: int = 64, json: Path | None = None) -> None:

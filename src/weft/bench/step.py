@@ -8,6 +8,7 @@ from typing import Any
 from weft.bench.report import Column, Layout, Report
 from weft.bench.step_runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample, set_up
 from weft.bench.world import RankPool
+from weft.world import Machine
 
 COLUMNS = (
     Column("case", "ranks", "{}"),
@@ -43,8 +44,13 @@ def layouts(sizes: Sizes) -> dict[str, Layout]:
     return {"step": Layout(title, COLUMNS)}
 
 
-def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Sizes) -> None:
-    """Measure, adding the rows of a number of ranks as soon as it is done. Methods take turns."""
+def run(
+    pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Sizes, only: tuple[str, ...], link: Machine
+) -> None:
+    """Measure, adding the rows of a number of ranks as soon as it is done. Methods take turns.
+
+    ``only``: those whose names begin so. ``link``: what orders are tuned for.
+    """
     counts = [count for count in (2, 4) if count <= pool.size]
     if not counts:
         raise ValueError(f"bench step compares steps over 2 and 4 ranks, got {pool.size}")
@@ -55,9 +61,12 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Si
     pool.run(set_up)
     with report.progress(len(counts) * repeats, "step") as advance:
         for count in counts:
-            methods = methods_on(count)
+            methods = [one for one in methods_on(count) if not only or one.name.startswith(only)]
+            if not methods:
+                known = ", ".join(one.name for one in methods_on(count))
+                raise ValueError(f"--methods {' '.join(only)}: no method's name begins so; there are {known}")
             peaks = _peaks(pool, methods, sizes)
-            pool.run(prepare, methods, sizes, warm_steps)
+            pool.run(prepare, methods, sizes, warm_steps, link)
             samples: list[list[dict[str, Sample]]] = []
             try:
                 for turn in range(repeats + 1):
@@ -92,7 +101,9 @@ def _row(method: Method, samples: list[list[dict[str, Sample]]], peaks: list[int
     def wall(name: str) -> list[float]:
         return [max(part.wall for part in turn) for turn in turns(name)]
 
-    def faster_than(name: str) -> float:
+    def faster_than(name: str) -> float | None:
+        if name not in samples[0][0]:
+            return None
         return statistics.median(other / own for other, own in zip(wall(name), wall(method.name), strict=True))
 
     mine = turns(method.name)

@@ -22,7 +22,6 @@ from weft.embedding import BigramHashEmbedding, ShardedEmbedding
 from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
 from weft.world import Machine
 
-LOCAL = Machine(latency=50e-6, bandwidth=1.5e9)  # about what Gloo makes of a loopback device, for `tune`
 _LR = 1e-3
 _PEAK_STEPS = 3
 
@@ -160,11 +159,11 @@ class Run:
         """Look rows up, and hand all gradients in."""
         torch.autograd.backward(self.wrapped(batch.ids), batch.grads)
 
-    def step(self, batch: Batch, tune: bool = False) -> None:
-        """What is measured: from ids and gradients to new weights and no gradients; ``tune``: find orders before."""
+    def step(self, batch: Batch, tune: Machine | None = None) -> None:
+        """What is measured: from ids and gradients to new weights and no gradients; ``tune``: find orders for it."""
         self.differentiate(batch)
-        if tune and self.overlapped is not None:
-            self.overlapped.tune(LOCAL, show=False)
+        if tune is not None and self.overlapped is not None:
+            self.overlapped.tune(tune, show=False)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
@@ -215,7 +214,7 @@ def _train(axis: Axis, method: Method, sizes: Sizes) -> None:
         run.step(run.draw(step))
 
 
-def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int) -> None:
+def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int, link: Machine) -> None:
     """Make every method's model, find orders where that is asked for, and step them for a while."""
     _made.clear()
     gc.collect()
@@ -223,7 +222,7 @@ def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int) ->
         if axis.rank < method.ranks:
             _made[method.name] = run = Run(_axis_of(axis, method.ranks), method, sizes)
             for step in range(-warm_steps, 0):
-                run.step(run.draw(step), tune=method.kind == "tuned" and step == -1)
+                run.step(run.draw(step), tune=link if method.kind == "tuned" and step == -1 else None)
 
 
 def sample(axis: Axis, methods: list[Method], turn: int) -> dict[str, Sample]:

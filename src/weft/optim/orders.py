@@ -41,11 +41,10 @@ class Orders:
 
     @staticmethod
     def default(units: Sequence[Unit]) -> Orders:
-        """As listed. Tables, whose gradients left in the backward and whose rows do not come back, are worked on last:
-        under that the others' results travel."""
+        """Tables first: their gradients left in the backward and are there while others travel. Then as listed."""
         tables = [unit.name for unit in units if not unit.part.sends_in_step]
         others = [unit.name for unit in units if unit.part.sends_in_step]
-        return Orders((*tables, *others), (*others, *tables))
+        return Orders((*tables, *others), (*tables, *others))
 
     def sort_scatter(self, units: Sequence[Unit]) -> list[Unit]:
         return _sort(units, self.scatter)

@@ -139,19 +139,23 @@ class OverlappedStep(torch.optim.Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scatter, work = orders.sort_scatter(self._units), orders.sort_work(self._units)
         sent: list[Tensor] | None = None
-        fault: Exception | None = None
         if self._early is not None and not rehearsal:
             run, sent = self._early.take()
-            scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
-            fault = self._early.find_fault(self._name_of, scaler, self._rank)
         else:
             run = self._make_run(rehearsal)
         record = self._last = run.record
         clock = self._clock()
         record.began = clock()
         try:
-            self._expected = run.start(scatter, found_inf, sent, fault)
-            self.norm = run.work(work, self._clip, grad_scale)
+            if sent is None:
+                self._expected = run.start(scatter, found_inf)
+                self.norm = run.work(work, self._clip, grad_scale)
+            else:
+                scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
+                fault = self._find_early_fault(scaler)
+                self._expected, self.norm = run.work_on_sent(
+                    sent, scatter, work, self._clip, grad_scale, found_inf, fault
+                )
             reason = run.finish()
             if reason is None and not rehearsal:
                 self._settled = dict(record.settled)
@@ -159,6 +163,10 @@ class OverlappedStep(torch.optim.Optimizer):
             record.ended = clock()
             self._arm()
         return reason
+
+    def _find_early_fault(self, scaler: str | None) -> Exception | None:
+        assert self._early is not None
+        return self._early.find_fault(self._name_of, scaler, self._rank)
 
     def _name_of(self, parameter: Tensor) -> str:
         for name, part in self.parts.items():

@@ -172,7 +172,7 @@ class StepPart(torch.optim.Optimizer):
         """Compare gradients over the ranks, then start them to their owners. Do not touch them until `finish`."""
         self._expect("start")
         run = StepRun(type(self).__name__, {type(self).__name__: self})
-        run.start(self._units(), found_inf=getattr(self, "found_inf", None))
+        run.start(self._units(), getattr(self, "found_inf", None))
         self._run, self._next = run, "work"
 
     @torch.no_grad()

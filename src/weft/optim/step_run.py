@@ -75,7 +75,7 @@ class StepRun:
 
     | crosses ranks | what                                                           | when                          |
     |---------------|----------------------------------------------------------------|-------------------------------|
-    | integers      | who has which gradients, settings, faults                      | `start`, before the sends     |
+    | integers      | who has which gradients, settings, faults                      | `start`; `work_on_sent`       |
     | gradients     | as the parts send them, in the order of ``scatter``            | `start`, or before it         |
     | scalars       | a squared norm for each part, with ``clip``                    | `work`, under ``work_ahead``  |
     | results       | as the parts return them, in the order of ``work``             | `work`                        |
@@ -95,26 +95,22 @@ class StepRun:
         self._begun = False  # whether parts have something to settle
         self.record = record or StepRecord()
 
-    def send_early(self, units: Sequence[Unit], present: Sequence[Tensor]) -> None:
-        """Before `start`: begin with the parameters that are expected to have gradients."""
+    def begin(self, present: Sequence[Tensor], compared: bool = True) -> None:
+        """Let all parts begin a step in which these parameters have gradients.
+
+        Where ranks have not ``compared`` them yet, all work may turn out to be in vain.
+        """
         self._begun = True
+        self._tentative = self._tentative or not compared
         for part in self._parts.values():
             part.begin(set(present) & {p for group in part.param_groups for p in group["params"]}, self._tentative)
-        self.send(units)
 
     def send(self, units: Sequence[Unit]) -> None:
         """Start the gradients of some units, in this order."""
         send_in_order(units, self.record)
 
-    def start(
-        self, scatter: Sequence[Unit], found_inf: Tensor | None = None, sent: Sequence[Tensor] | None = None,
-        fault: Exception | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """Compare gradients over the ranks and start them, in the order of ``scatter``; the parameters that have some.
-
-        ``sent``: the parameters that `send_early` began with; all units are then under way. If other parameters have
-        gradients than these, on all ranks, what was sent is dropped and sent again.
-        """
+    def compare(self, found_inf: Tensor | None = None, fault: Exception | None = None) -> list[Tensor]:
+        """The parameters that have gradients, the same on every rank; or what is wrong is raised on all of them."""
         with self.record.examining():
             joined = self._join([part.examine() for part in self._parts.values()], fault)
         self._names = joined.names
@@ -124,22 +120,38 @@ class StepRun:
                     self._label, joined, self._axes, found_inf=bool(found_inf is not None and found_inf > 0)
                 )
         except BaseException:
-            if sent is not None:
-                self.drop()
+            self.drop()
             raise
         self._stays = findings.found_inf or findings.nonfinite is not None
-        self._reason = None if findings.found_inf else findings.nonfinite
-        there = [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
-        if self._stays:
-            if sent is not None:
-                self.drop()
-        elif sent is None or {id(p) for p in sent} != {id(p) for p in there}:
-            if sent is not None:
-                self.drop()
-            self.send_early(scatter, there)
-        for unit in () if self._stays else scatter:
-            self.record.of(unit).sends.events += unit.part.sent_before(unit.bucket)
-        return there
+        self._reason = None if findings.found_inf else findings.nonfinite or self._reason
+        return [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
+
+    def start(self, scatter: Sequence[Unit], found_inf: Tensor | None = None) -> list[Tensor]:
+        """Compare gradients, then start them in the order of ``scatter``; the parameters that have some."""
+        present = self.compare(found_inf)
+        if not self._stays:
+            self.begin(present)
+            self.send(scatter)
+        return present
+
+    def work_on_sent(
+        self, sent: Sequence[Tensor], scatter: Sequence[Unit], units: Sequence[Unit], clip: float | None,
+        grad_scale: Tensor | None, found_inf: Tensor | None, fault: Exception | None,
+    ) -> tuple[list[Tensor], float | None]:  # fmt: skip
+        """For gradients that left before the step, those of ``sent``: work first, compare then; nothing waits for that.
+
+        What ranks tell each other would stand behind the gradients on the way. All have sent the same, with zeros for
+        what was missing. If other parameters have gradients, on all ranks, the work was in vain and is done again.
+        """
+        norm = self.work(units, clip, grad_scale)
+        present = self.compare(found_inf, fault)
+        if not self._stays and {id(p) for p in sent} != {id(p) for p in present}:
+            self.drop()
+            self._reason = None
+            self.begin(present)
+            self.send(scatter)
+            norm = self.work(units, clip, grad_scale)
+        return present, norm
 
     def _join(self, examined: Sequence[Examined], fault: Exception | None) -> Examined:
         """What all parts say, as one; with several parts a parameter's name tells which it is in."""
@@ -162,6 +174,8 @@ class StepRun:
         """
         if self._stays:
             return None
+        for unit in units:
+            self.record.of(unit).sends.events += unit.part.sent_before(unit.bucket)
         scale, norm = 1.0 if grad_scale is None else 1.0 / float(grad_scale), None
         if clip is not None:
             norm = scale * self._norm(units)

@@ -196,7 +196,9 @@ class REKLS(StepPart):
         if wave.tasks:
             groups = {p: group for group in self.param_groups for p in group["params"]}
             for task in wave.tasks:  # gradients may have left before a scheduler changed the rate
-                task.settings = Settings.of(groups[task.parameter])
+                now = Settings.of(groups[task.parameter])
+                if now.decays_gradient == task.settings.decays_gradient:  # else `examine` tells
+                    task.settings = now
             wave.work(self.state, scale)
             if wave.failed is not None and not self.failed:
                 self.failed = 1 + list(self._plans.values()).index(wave.failed)
