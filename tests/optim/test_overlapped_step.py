@@ -42,7 +42,9 @@ def test_every_order_has_the_same_bits(size: int) -> None:
     orders = list(itertools.permutations(UNITS))[:: 1 if size == 2 else 5]
     scatters = [("RowAdam", *rest) for rest in itertools.permutations(UNITS[:2])]
     for place, work in enumerate(every(orders)):
-        options = {"work_order": work, "scatter_order": scatters[place % 2], "overlap_backward": place % 3 == 0}
+        early, scatter = place % 3 == 0, scatters[place % 2]
+        scatter = (*scatter[1:], "RowAdam") if early else scatter  # tables leave in the backward, and last
+        options = {"work_order": work, "scatter_order": scatter, "overlap_backward": early}
         found = virtual_world(size).run(lambda axis, o=options: train_overlapped(axis, 2, **o)).results
         assert_all_have(wanted, found)
 

@@ -149,7 +149,7 @@ class Run:
             parts = [matrices, ShardedAdamW([model.tokens, *model.norms], group=self.axis, **options), rows]
         if self.method.kind == "sequence":
             return list(parts)
-        self.overlapped = OverlappedStep(parts)
+        self.overlapped = OverlappedStep(parts, overlap_backward=True)
         return [self.overlapped]
 
     def draw(self, step: int) -> Batch:

@@ -40,11 +40,15 @@ class Orders:
     work: tuple[str, ...]
 
     @staticmethod
-    def default(units: Sequence[Unit]) -> Orders:
-        """Tables first: their gradients left in the backward and are there while others travel. Then as listed."""
+    def default(units: Sequence[Unit], early: bool = False) -> Orders:
+        """Tables first, whose gradients leave in the backward: they are there while others travel. Then as listed.
+
+        ``early``: all leave in the backward, which comes to tables last.
+        """
         tables = [unit.name for unit in units if not unit.part.sends_in_step]
         others = [unit.name for unit in units if unit.part.sends_in_step]
-        return Orders((*tables, *others), (*tables, *others))
+        order = (*others, *tables) if early else (*tables, *others)
+        return Orders(order, order)
 
     def sort_scatter(self, units: Sequence[Unit]) -> list[Unit]:
         return _sort(units, self.scatter)
@@ -73,14 +77,14 @@ def read_order(word: str, given: Sequence[str], units: Sequence[Unit], default: 
     return (*found, *(name for name in default if name not in found))
 
 
-def find_scatter_fault(order: Sequence[str], units: Sequence[Unit]) -> Exception | None:
-    """Tables cannot come later: their gradients have left in the backward."""
-    tables = {unit.name for unit in units if not unit.part.sends_in_step}
-    after = next((place for place, name in enumerate(order) if name not in tables), len(order))
-    late = [name for name in order[after:] if name in tables]
-    if late:
-        return ValueError(
-            f"OverlappedStep: scatter_order has {late[0]} after {order[after]}, but the gradients of tables leave in "
-            f"the backward; name it first or leave it out"
-        )
-    return None
+def find_scatter_fault(order: Sequence[str], units: Sequence[Unit], early: bool) -> Exception | None:
+    """Tables have their place: their gradients leave in the backward, and what else does leaves before them."""
+    tables = [name for name in order if name in {unit.name for unit in units if not unit.part.sends_in_step}]
+    others = [name for name in order if name not in tables]
+    if list(order) == (others + tables if early else tables + others):
+        return None
+    place, why = ("last", ", after all others") if early else ("first", "")
+    return ValueError(
+        f"OverlappedStep: scatter_order has {tables[0]} between others, but the gradients of tables leave in the "
+        f"backward{why}; name it {place} or leave it out"
+    )

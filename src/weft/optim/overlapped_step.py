@@ -95,12 +95,13 @@ class OverlappedStep(torch.optim.Optimizer):
     def _arrange(self, orders: Orders | None) -> None:
         """Take these orders, or those that were given."""
         self._units = list_units(self.parts)
-        default = Orders.default(self._units)
+        early = self._early is not None
+        default = Orders.default(self._units, early)
         if orders is None:
             scatter = read_order("scatter_order", self._given[0] or (), self._units, default.scatter)
             work = read_order("work_order", self._given[1] or (), self._units, default.work)
             orders = Orders(scatter, work)
-            if fault := find_scatter_fault(scatter, self._units):
+            if fault := find_scatter_fault(scatter, self._units, early):
                 raise fault
         self._orders = orders
         self._arm()

@@ -119,7 +119,7 @@ def search(
 ) -> list[Tried]:  # fmt: skip
     """Orders by their time in virtual time, the best first: some by rules, then changes of the best so far.
 
-    ``fixed``: units that are sent first in any case.
+    ``fixed``: units that are sent first, or last, in any case.
     """
     tried: dict[Orders, Tried] = {}
 
@@ -167,9 +167,7 @@ def _by_rules(world: World, profiles: dict[int, Profile], present: Orders, fixed
     back = over_ranks(lambda unit: seconds(unit.returns))
 
     def both(order: list[str]) -> Orders:
-        return Orders(
-            (*(n for n in present.scatter if n in fixed), *(n for n in order if n not in fixed)), tuple(order)
-        )
+        return Orders(_with_fixed([name for name in order if name not in fixed], present, fixed), tuple(order))
 
     # Johnson's rule for two machines in a row, the link and then the processor, or the processor and then the link.
     first = sorted((n for n in names if out[n] < work[n]), key=lambda n: out[n])
@@ -206,7 +204,13 @@ def _change(orders: Orders, fixed: set[str], draw: random.Random) -> Orders:
     if kind != 0 and moved not in fixed:
         scatter.remove(moved)
         scatter.insert(draw.randrange(len(scatter) + 1), moved)
-    return Orders((*(name for name in orders.scatter if name in fixed), *scatter), tuple(work))
+    return Orders(_with_fixed(scatter, orders, fixed), tuple(work))
+
+
+def _with_fixed(scatter: list[str], orders: Orders, fixed: set[str]) -> tuple[str, ...]:
+    """An order of sends with the fixed units where they stand in ``orders``: first or last."""
+    kept = [name for name in orders.scatter if name in fixed]
+    return (*kept, *scatter) if orders.scatter[: len(kept)] == tuple(kept) else (*scatter, *kept)
 
 
 def _measure(step: OverlappedStep, axes: Sequence[Axis], tried: list[Tried], measure: int) -> list[Tried]:
