@@ -13,6 +13,7 @@ from mixed_model import (
     backward,
     ids_of,
     overlapped,
+    parts_of,
     train_alone,
     train_in_sequence,
     train_overlapped,
@@ -204,6 +205,28 @@ def test_parameters_that_come_and_go(early: bool) -> None:
                 one.zero_grad()
             layers[0].bias.requires_grad_(True)
         return [p.detach() for p in layers.parameters()]
+
+    apart, together = (virtual_world(3).run(lambda axis, j=j: program(axis, j)).results for j in (False, True))
+    for one, other in zip(apart, together, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_a_table_that_is_not_used_in_every_step() -> None:
+    """It was expected, and did not come, on all ranks: as each part alone."""
+
+    def program(axis: weft.Axis, joined: bool) -> list[Tensor]:
+        model = Mixed(axis)
+        parts = parts_of(model, axis)
+        steps = [weft.OverlappedStep(parts, overlap_backward=True)] if joined else parts
+        for step, used in enumerate((False, True, True, False, True)):
+            ids = ids_of(step, 0, axis.rank)
+            rows = model.second(ids % 11) + (model.table(ids) if used else 0.0)
+            model.net(rows).square().sum().backward()
+            for one in steps:
+                one.step()
+            for one in steps:
+                one.zero_grad()
+        return model.values()
 
     apart, together = (virtual_world(3).run(lambda axis, j=j: program(axis, j)).results for j in (False, True))
     for one, other in zip(apart, together, strict=True):

@@ -30,9 +30,12 @@ class RowUpdate:
     def receive(self) -> Tensor:
         """Wait for the gradient: its rows ``[M, d]``."""
         if self._found is None:
-            found = self._rows.table.gradient()
-            assert found is not None
-            self._found = found[0], found[1].to(self._rows.table.wide)
+            table = self._rows.table
+            found = table.gradient()
+            if found is None:  # it was expected, and did not come
+                none = torch.zeros(0, dtype=torch.int64, device=table.weight.device)
+                found = none, table.weight.detach()[none]
+            self._found = found[0], found[1].to(table.wide)
             self.finite = is_finite(self._found[1])
         return self._found[1]
 
