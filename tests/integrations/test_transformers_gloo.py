@@ -100,6 +100,7 @@ def test_the_sampler_of_trainer_is_found_out(four: ProcessWorld, tmp_path: Path)
     assert len(set(found)) == 1 and "hold different samples: rank 0 2 x" in found[0] and "cp.loader" in found[0]
 
 
+@pytest.mark.slow
 def test_label_smoothing_of_trainer_is_refused(four: ProcessWorld, tmp_path: Path) -> None:
     for words in four.run(trainer_fault, str(tmp_path), {"label_smoothing_factor": 0.1}, False):
         assert "leave label_smoothing_factor at 0" in words
