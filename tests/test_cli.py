@@ -59,6 +59,7 @@ def test_bench_scan_writes_a_table_and_rows_with_a_header(tmp_path: Path) -> Non
     assert rounds.items() >= {"ring": 2, "pipeline": 2, "gather": 1, "doubling": 2, "transpose": 2, "tree": 3}.items()
 
 
+@pytest.mark.slow
 def test_bench_linear_attention_compares_with_the_baselines(tmp_path: Path) -> None:
     words = ["bench", "linear-attention", "--tokens", "64", "--repeats", "1", "--json", str(tmp_path / "rows.json")]
     result = run(*words, "--virtual-ranks", "32", "--h100-ranks", "16")
@@ -316,6 +317,7 @@ def test_bench_step_orders_compares_orders_with_the_bound(
         assert of["tuned, the step itself"]["milliseconds"] == pytest.approx(of["tuned"]["milliseconds"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_bench_rekls_quality_takes_the_best_rate_of_each_method(
     tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,7 @@ def give(parameters: list[torch.nn.Parameter], rank: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_replay_takes_as_long_as_the_step(size: int) -> None:
+def test_a_replay_takes_as_long_as_the_step() -> None:
     """In several orders: the step itself on virtual ranks, and its replay from one rehearsal."""
     orders = [["ShardedAdamW", "REKLS"], ["REKLS"], ["ShardedAdamW_3", "REKLS", "ShardedAdamW"]]
 
@@ -47,7 +46,7 @@ def test_a_replay_takes_as_long_as_the_step(size: int) -> None:
         return axis.wire.clock() - before, tuning.tried[0].predicted
 
     for order in orders:
-        found = weft.VirtualWorld(size, MACHINE).run(lambda axis, o=order: program(axis, o)).results
+        found = weft.VirtualWorld(4, MACHINE).run(lambda axis, o=order: program(axis, o)).results
         seconds = max(seconds for seconds, _ in found)
         assert found[0][1] == pytest.approx(seconds, rel=0.1)
         assert len({predicted for _, predicted in found}) == 1
