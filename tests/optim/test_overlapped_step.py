@@ -278,6 +278,24 @@ def test_a_step_that_is_made_anew_takes_over() -> None:
         assert count == again and all(torch.equal(*pair) for pair in zip(values, other, strict=True))
 
 
+def test_what_had_no_gradient_is_not_expected_again() -> None:
+    """The first step learns which parameters are not used, and is made twice; the others send once."""
+
+    def program(axis: weft.Axis) -> list[int]:
+        model = Mixed(axis)
+        optimizer, counts = overlapped(model, axis, overlap_backward=True), []
+        for step in range(3):
+            with weft.record() as ledger:
+                backward(model, axis, step, 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(sum("to_owners" in event.operation for event in ledger.events))
+        return counts
+
+    for first, second, third in virtual_world(2).run(program).results:
+        assert first == 2 * second and second == third > 0
+
+
 def test_random_orders_and_buckets() -> None:
     draw = random.Random(0)
     wanted = virtual_world(4).run(lambda axis: train_in_sequence(axis, 2, 2)).results[0]
