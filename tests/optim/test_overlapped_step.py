@@ -180,6 +180,23 @@ def test_the_norm_over_two_axes() -> None:
     assert virtual_world(4).run(program).results == pytest.approx([wanted] * 4, rel=1e-12)
 
 
+def test_the_norm_of_tables_on_different_axes() -> None:
+    """Each counts once, also on the axis it does not lie on."""
+
+    def program(axis: weft.Axis) -> float:
+        row, column = divmod(axis.rank, 2)
+        across, along = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
+        tables = [weft.ShardedEmbedding(6, 3, group=one, dtype=torch.float64) for one in (across, along)]
+        step = weft.OverlappedStep([weft.RowAdam([table.weight for table in tables], lr=0.1)], clip=1.0)
+        for weight, table in enumerate(tables, 1):
+            (table(torch.arange(6)) * weight).sum().backward()
+        step.step()
+        return step.norm
+
+    wanted = (18 * 1.0**2 + 18 * 2.0**2) ** 0.5  # every rank asks for every row: the mean over ranks is the same
+    assert virtual_world(4).run(program).results == pytest.approx([wanted] * 4, rel=1e-12)
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_parameters_that_come_and_go(early: bool) -> None:
     """Used on all ranks in some steps only: what was expected and did not come is sent again without it."""

@@ -16,7 +16,7 @@ from weft.optim.early_gradients import EarlyGradients
 from weft.optim.explain import Explanation
 from weft.optim.joined_state import join_states, read_orders, split_state
 from weft.optim.orders import Orders, find_scatter_fault, list_units, name_parts, read_order
-from weft.optim.part import StepPart
+from weft.optim.part import StepPart, call_closure
 from weft.optim.row_adam import RowAdam
 from weft.optim.step_faults import check_parts
 from weft.optim.step_record import StepRecord
@@ -123,10 +123,7 @@ class OverlappedStep(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parts. Every rank must call it; a ``closure`` is called on each of them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         reason = self._run_once(self._orders)
         if reason is not None:
             words = f"OverlappedStep: {reason}; weights and state are as before"

@@ -20,6 +20,14 @@ ON_NONFINITE = ("raise", "skip")
 _PARTS = "the parts of a step are start(), work() and finish()"
 
 
+def call_closure(closure: Callable[[], Any] | None) -> Any:
+    """What a ``closure`` returns, with gradients, as torch's optimizers call it; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 @dataclass
 class Examined:
     """What this rank says of a part's gradients before a step, for the ranks to compare.
@@ -158,10 +166,7 @@ class StepPart(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Every rank must call it; a ``closure`` is called on each of them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         self.start()
         self.work()
         self.finish()

@@ -14,7 +14,7 @@ from weft.comm.ledger import Event
 from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.embedding.spare import SpareMemory
-from weft.optim.part import Examined, StepPart
+from weft.optim.part import Examined, StepPart, call_closure
 from weft.optim.row_costs import RowCosts
 from weft.optim.row_faults import MODES, check_group
 from weft.optim.row_state import RowState
@@ -87,10 +87,7 @@ class RowAdam(StepPart):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every table that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             check_group(group)
         for group in self.param_groups:
