@@ -197,6 +197,33 @@ def test_the_norm_of_tables_on_different_axes() -> None:
     assert virtual_world(4).run(program).results == pytest.approx([wanted] * 4, rel=1e-12)
 
 
+@pytest.mark.parametrize("first", ["vectors", "table", "matrices"])
+def test_the_norm_over_axes_that_share_ranks(first: str) -> None:
+    """A table over all ranks, vectors over some of them, matrices over both kinds: each element counts once."""
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
+    apart = torch.randn(7, generator=torch.Generator().manual_seed(1)).double()
+
+    def program(axis: weft.Axis) -> float:
+        row, column = divmod(axis.rank, 2)
+        tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
+        matrix, vector = torch.nn.Parameter(whole[2 * column : 2 * column + 2] * 0), torch.nn.Parameter(apart * 0)
+        matrix.grad, vector.grad = whole[2 * column : 2 * column + 2].clone(), apart.clone()
+        table = weft.ShardedEmbedding(6, 3, group=axis, dtype=torch.float64)
+        parts = {
+            "vectors": weft.ShardedAdamW([vector], group=data),
+            "table": weft.RowAdam([table.weight], lr=0.1),
+            "matrices": weft.REKLS([{"params": [matrix], "partition_dim": 0}], lr=0.1, group=tensor, data_group=data),
+        }
+        step = weft.OverlappedStep([parts.pop(first), *parts.values()], clip=1.0)
+        (table(torch.arange(6)) * 2).sum().backward()
+        step.step()
+        return step.norm
+
+    wanted = float(torch.cat([whole.flatten(), apart.flatten(), torch.full((18,), 2.0).double()]).norm())
+    found = virtual_world(4).run(program).results
+    assert found == pytest.approx([wanted] * 4, rel=1e-12) and len(set(found)) == 1
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_parameters_that_come_and_go(early: bool) -> None:
     """Used on all ranks in some steps only: what was expected and did not come is sent again without it."""

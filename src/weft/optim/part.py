@@ -140,6 +140,10 @@ class StepPart(torch.optim.Optimizer):
         """Wait for the gradients of a bucket: the sum of squares of those worked on here, an fp64 scalar."""
         raise NotImplementedError(f"{type(self).__name__} has no squared_norm, which clip= needs")
 
+    def norm_axes(self, bucket: int) -> list[Axis]:
+        """The axes along which `squared_norm` is summed; on others, ranks have the same gradients."""
+        return self.step_axes()
+
     def work_ahead(self, bucket: int) -> None:
         """Work that does not depend on the scale of gradients, while the norm travels."""
 

@@ -196,14 +196,16 @@ class RowAdam(StepPart):
 
     def squared_norm(self, bucket: int) -> Tensor:
         """Of the rows this rank owns."""
-        update, weight = self._updates[bucket], self.buckets()[bucket][0]
-        table: RowTable = weight.row_table  # type: ignore[attr-defined]
-        alone = all(axis is table.axis or axis.rank == 0 for axis in self.step_axes())
+        update = self._updates[bucket]
         if update is None:
             return torch.zeros((), dtype=torch.float64)
         grads = update.receive()
         self.failed = self.failed or (0 if update.finite else 1 + bucket)
-        return torch.linalg.vector_norm(grads, dtype=torch.float64).square() * int(alone)
+        return torch.linalg.vector_norm(grads, dtype=torch.float64).square()
+
+    def norm_axes(self, bucket: int) -> list[Axis]:
+        """The ranks of the table."""
+        return [self.buckets()[bucket][0].row_table.axis]  # type: ignore[attr-defined]
 
     def work_ahead(self, bucket: int) -> None:
         """Copy the touched rows out, and bring the copies up to date."""

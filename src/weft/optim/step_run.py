@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from weft.comm import Axis, Pending
+from weft.comm import Axis
 from weft.optim.gradients import compare_gradients
+from weft.optim.step_norm import norm_of
 from weft.optim.step_record import StepRecord
 from weft.optim.verdict import tell_all
 
@@ -33,11 +33,6 @@ class _Verdict:
     """What the ranks must have in common when they say whether the work succeeded."""
 
     parameters: int
-
-
-@dataclass(frozen=True)
-class _Norm:
-    parts: int
 
 
 def union_of_axes(parts: Sequence[StepPart]) -> list[Axis]:
@@ -77,7 +72,7 @@ class StepRun:
     |---------------|----------------------------------------------------------------|-------------------------------|
     | integers      | who has which gradients, settings, faults                      | `start`; `work_on_sent`       |
     | gradients     | as the parts send them, in the order of ``scatter``            | `start`, or before it         |
-    | scalars       | a squared norm for each part, with ``clip``                    | `work`, under ``work_ahead``  |
+    | scalars       | squared norms, with ``clip``                                   | `work`, under ``work_ahead``  |
     | results       | as the parts return them, in the order of ``work``             | `work`                        |
     | integers      | whether all work succeeded, where that is not known before     | `finish`, beside the results  |
     """
@@ -178,49 +173,13 @@ class StepRun:
             self.record.of(unit).sends.events += unit.part.sent_before(unit.bucket)
         scale, norm = 1.0 if grad_scale is None else 1.0 / float(grad_scale), None
         if clip is not None:
-            norm = scale * self._norm(units)
+            norm = scale * norm_of(self._label, units, self._axes, self.record)
             if not math.isfinite(norm):  # the same on every rank; a part may know more about why
                 self._reason = f"the norm of the gradients is {norm}"
                 return norm
             scale *= min(1.0, clip / (norm + 1e-6))
         work_in_order(units, scale, self.record)
         return norm
-
-    def _norm(self, units: Sequence[Unit]) -> float:
-        """The norm of all gradients: each part's squares summed over its own axes, in rank order.
-
-        On the other axes the parameters of a part are the same, so they count once. The first scalars travel while the
-        parts do what does not depend on them.
-        """
-        parts = list(self._parts.values())
-        squares = [torch.zeros((), dtype=torch.float64) for _ in parts]
-        for unit in units:
-            unit.part.advance(unit.bucket)
-            with self.record.working(unit):
-                place = next(at for at, part in enumerate(parts) if part is unit.part)
-                squares[place] += unit.part.squared_norm(unit.bucket).cpu()
-        mine = torch.stack(squares)
-        summed = {id(axis): [any(axis.counter is own.counter for own in part.step_axes()) for part in parts]
-                  for axis in self._axes}  # fmt: skip
-        for place, axis in enumerate(self._axes):
-            coming = self._share(axis, mine)
-            for unit in units if place == 0 else ():
-                with self.record.working(unit):
-                    unit.part.work_ahead(unit.bucket)
-            with self.record.telling():
-                every = torch.stack(coming.wait())
-            total = torch.zeros_like(mine)
-            for row in every:
-                total += row
-            mine = torch.where(torch.tensor(summed[id(axis)]), total, every[0])
-        return float(mine.sum().sqrt())
-
-    def _share(self, axis: Axis, mine: Tensor) -> Pending[list[Tensor]]:
-        """Everybody's ``mine``, told on the host side: it decides there what is done."""
-        as_integers = mine.view(torch.int64).tolist()
-        with self.record.telling():
-            call = axis.begin(f"{self._label}.norm", _Norm(len(mine)), tell=as_integers)
-        return Pending(lambda: [torch.tensor(row).view(torch.float64) for row in call.told.wait()])
 
     def _failure(self) -> int:
         """1 + the number, among all parts' parameters, of one whose update this rank could not compute; else 0."""
