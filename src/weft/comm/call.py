@@ -114,6 +114,7 @@ class Call:
             lane=f"{self.counter.name.partition('/')[0]} lane: {self.record.operation}" if self.in_lane
             else self.counter.name,
             tag=next((tag for _, tag, _ in (*sends, *receives)), 0),
+            beside=self.in_lane,
         )  # fmt: skip
         ledger.note(event)
         return event
@@ -186,4 +187,18 @@ class Call:
         """Run ``schedule(call)`` beside the caller's computation and without gradients; ``wait()`` gives its result."""
         lane = Call(self.wire, self.members, self.rank, self.counter, self.record)
         lane._in_lane = True
-        return self.wire.start(lambda: schedule(lane), torch.device(device))
+        pending = self.wire.start(lambda: schedule(lane), torch.device(device))
+        return pending if self.in_lane else timed(pending, self.wire, self.record.operation)
+
+
+def timed(pending: Pending[T], wire: Wire, operation: str) -> Pending[T]:
+    """A lane as the main line waits for it: how long it stood is entered in the ledgers that are open then."""
+
+    def finish() -> T:
+        start = wire.clock()
+        value = pending.wait()
+        if ledger.is_recording():
+            ledger.note_standing(operation, start, wire.clock())
+        return value
+
+    return Pending(finish)

@@ -22,7 +22,7 @@ class Event:
     ``sends`` and ``receives`` are (peer, bytes); ``end`` is None until it has been waited for. ``lane`` is
     the axis it ran on, or an operation's lanes; ``tag`` tells the messages of one call from those of another.
     ``began``, ``received`` and ``ended`` order what happened on a rank, where clocks may stand still. ``waited``: the
-    seconds that the rank stood in its ``wait()``.
+    seconds somebody stood in its ``wait()``: the rank, or if it ran ``beside`` the main line, its lane.
     """
 
     operation: str
@@ -37,6 +37,7 @@ class Event:
     received: int | None = None
     ended: int | None = None
     waited: float = 0.0
+    beside: bool = False
 
     def receive(self) -> None:
         """What it receives is there; what it sends may still be on its way."""
@@ -62,9 +63,13 @@ class Event:
 
 @dataclass
 class Ledger:
-    """Every exchange recorded by one rank (or by all of them, after `merge`), in the order they began."""
+    """Every exchange recorded by one rank (or by all of them, after `merge`), in the order they began.
+
+    ``stood``: (operation, start, end) of each time the main line of the rank stood waiting for a lane.
+    """
 
     events: list[Event] = field(default_factory=list)
+    stood: list[tuple[str, float, float]] = field(default_factory=list)
 
     @property
     def bytes_sent(self) -> int:
@@ -73,6 +78,16 @@ class Ledger:
     @property
     def bytes_received(self) -> int:
         return sum(event.bytes_received for event in self.events)
+
+    @property
+    def exposed(self) -> list[tuple[str, float, float]]:
+        """(operation, start, end) of each time the main line stood waiting, for a message or for a lane."""
+        waits = [
+            (event.operation, event.end - event.waited, event.end)
+            for event in self.events
+            if event.end is not None and not event.beside
+        ]
+        return sorted([*waits, *self.stood], key=lambda wait: wait[1])
 
     @property
     def rounds(self) -> int:
@@ -198,9 +213,17 @@ def is_recording() -> bool:
 
 def note(event: Event) -> None:
     """Enter an event in the rank's own ledger and in every open one that covers this thread."""
+    for ledger in _covering():
+        ledger.events.append(event)
+
+
+def note_standing(operation: str, start: float, end: float) -> None:
+    """Enter that the main line stood waiting for a lane."""
+    for ledger in _covering():
+        ledger.stood.append((operation, start, end))
+
+
+def _covering() -> list[Ledger]:
     own = getattr(_here, "own", None)
-    if own is not None:
-        own.events.append(event)
-    for ledger, opened_under in _open:
-        if opened_under is None or opened_under is own:
-            ledger.events.append(event)
+    opened = [ledger for ledger, opened_under in _open if opened_under is None or opened_under is own]
+    return opened if own is None else [own, *opened]
