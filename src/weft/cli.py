@@ -1,4 +1,4 @@
-"""The command line: weft bench SUITE, weft trace SCHEDULE, weft kernels."""
+"""The command line: weft train, weft sample, weft report, weft bench SUITE, weft trace SCHEDULE, weft kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import tyro
 from weft.bench import kernels, trace
 from weft.bench.commands import BENCHES, measure
 from weft.bench.report import Report, describe_machine
+from weft.train.command import make_command
+from weft.train.report import show_report
+from weft.train.sample import sample
 from weft.world import Machine
 
 
@@ -90,6 +93,9 @@ def main() -> None:
     traces = tyro.extras.SubcommandApp()
     traces.command(name="scan")(trace_scan)
     app = tyro.extras.SubcommandApp()
+    app.command(name="train")(make_command(sys.argv[2:] if sys.argv[1:2] == ["train"] else []))
+    app.command(name="sample")(sample)
+    app.command(name="report")(show_report)
     app.command(bench, name="bench", help="Measure weft beside what people use today.")
     app.command(traces, name="trace", help="Simulate an operation and write its timeline.")
     app.command(name="kernels")(show_kernels)

@@ -270,8 +270,11 @@ def gloo_world(store: Any, rank: int, size: int, timeout: timedelta) -> Iterator
 
 
 @contextmanager
-def joined_world() -> Iterator[Axis | None]:
-    """The world torchrun has made for this process (``RANK`` and ``WORLD_SIZE`` are set), or None without one."""
+def joined_world(timeout: timedelta | None = None) -> Iterator[Axis | None]:
+    """The world torchrun has made for this process (``RANK`` and ``WORLD_SIZE`` are set), or None without one.
+
+    ``timeout``: of its waits; None for torch's default.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
         return
@@ -281,9 +284,9 @@ def joined_world() -> Iterator[Axis | None]:
     if torch.cuda.is_available():  # not run: no GPU where this was written
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     try:
         yield Axis.of(None)
     finally:

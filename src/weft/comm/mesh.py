@@ -1,0 +1,100 @@
+"""A mesh of data x context x tensor parallel ranks: torch's DeviceMesh, and its axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from weft.comm.axis import Axis
+
+NAMES = ("dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """How the ranks of a training run stand to each other, seen from one of them.
+
+    | axis       | ranks that differ in it have                              |
+    |------------|-----------------------------------------------------------|
+    | `data`     | other sequences                                           |
+    | `context`  | other tokens of the same sequences                        |
+    | `tensor`   | other heads and columns, for the same tokens              |
+    | `tokens`   | other tokens: data and context together                   |
+    | `world`    | anything                                                  |
+
+    ``device_mesh`` is None in a world of one, where nothing is initialised.
+    """
+
+    data: Axis
+    context: Axis
+    tensor: Axis
+    tokens: Axis
+    world: Axis
+    device_mesh: DeviceMesh | None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Ranks along data, context and tensor."""
+        return self.data.size, self.context.size, self.tensor.size
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in zip(NAMES, self.shape, strict=True))
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.world.begin("barrier", tell=[]).told.wait()
+
+
+def fit_mesh(dp: int | None, cp: int, tp: int, ranks: int | None) -> tuple[int, int, int]:
+    """The shape of a mesh over ``ranks`` (None: as many as it needs); ``dp`` None takes what the others leave.
+
+    >>> fit_mesh(None, 2, 1, 4)
+    (2, 2, 1)
+    """
+    if min(cp, tp, 1 if dp is None else dp) < 1:
+        raise ValueError(f"train: --dp, --cp and --tp must be at least 1, got {dp}, {cp} and {tp}")
+    if dp is None:
+        if ranks is not None and ranks % (cp * tp):
+            raise ValueError(
+                f"train: --cp {cp} x --tp {tp} needs a multiple of {cp * tp} ranks, but there are {ranks}; change one "
+                f"of them"
+            )
+        dp = 1 if ranks is None else ranks // (cp * tp)
+    if ranks is not None and dp * cp * tp != ranks:
+        raise ValueError(
+            f"train: a mesh of --dp {dp} x --cp {cp} x --tp {tp} needs {dp * cp * tp} ranks, but there are {ranks}; "
+            f"leave out --dp, or start {dp * cp * tp} ranks"
+        )
+    return dp, cp, tp
+
+
+def make_mesh(shape: tuple[int, int, int]) -> ParallelMesh:
+    """The mesh of all ranks of WORLD, who must all ask; tensor-parallel neighbours are ranks next to each other."""
+    if not dist.is_initialized():
+        alone = Axis.of(None)
+        return ParallelMesh(alone, alone, alone, alone, alone, None)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=NAMES)
+    data, context, tensor = (Axis.of(mesh[name]) for name in NAMES)
+    flat = mesh["dp", "cp"]._flatten("tokens")
+    world = Axis.of(None)
+    # Where they are the same ranks they are one axis: what ranks tell each other is told once.
+    tokens = world if shape[2] == 1 else Axis.of(flat)
+    return ParallelMesh(data, context, tensor, tokens, world, mesh)
+
+
+def tensor_mesh(mesh: ParallelMesh) -> DeviceMesh:
+    """The 1-D mesh of the ranks that share this one's tokens."""
+    assert mesh.device_mesh is not None
+    return mesh.device_mesh["tp"]
+
+
+def token_mesh(mesh: ParallelMesh) -> DeviceMesh:
+    """The 1-D mesh of the ranks that have other tokens than this one."""
+    assert mesh.device_mesh is not None
+    flat: Any = mesh.device_mesh["tokens"]
+    return flat

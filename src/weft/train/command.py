@@ -1,0 +1,164 @@
+"""`weft train`: read settings, start ranks (torchrun does), train, and say what went wrong in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+from rich.console import Console
+
+from weft.comm.dist import joined_world
+from weft.comm.mesh import fit_mesh, make_mesh
+from weft.train.config import TrainConfig, read_config
+from weft.train.corpus import open_corpus
+from weft.train.metrics import MetricsFile, read_lines
+from weft.train.progress import ProgressLine, show_config, traffic_table
+from weft.train.report import write_report
+from weft.train.run_folder import CHECKPOINTS, find_checkpoint, list_checkpoints
+from weft.train.trainer import Trainer
+
+T = TypeVar("T")
+
+
+def make_command(arguments: Sequence[str]) -> Callable[..., None]:
+    """The command for tyro; its defaults are what ``arguments`` say of a config file and of a run to resume."""
+    defaults = TrainConfig()
+    if "-h" not in arguments and "--help" not in arguments:
+        defaults = _or_exit(lambda: read_defaults(arguments))
+
+    def train(
+        config: Annotated[Path | None, tyro.conf.Positional] = None,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
+    ) -> None:
+        """Train a hybrid language model with all four families at once.
+
+        It starts dp x cp x tp local ranks by torchrun; `torchrun ... -m weft.train` joins the ranks there are.
+
+        Args:
+            config: Settings in a .json or .toml file, by their names below with underscores; flags come after it.
+            settings: Every one of them.
+        """
+        _or_exit(lambda: start(settings, arguments))
+
+    return train
+
+
+def _or_exit(action: Callable[[], T]) -> T:
+    """Do it; what goes wrong is one line of rank 0, and a status: 2 for wrong input, 1 for the rest."""
+    try:
+        return action()
+    except (ValueError, RuntimeError, OSError) as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            words = f"{error}"
+            print(words if words.startswith("train: ") else f"train: {words}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+def read_defaults(arguments: Sequence[str]) -> TrainConfig:
+    """The settings that flags start from: those of the run to resume, under those of the config file."""
+    base = TrainConfig()
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--resume" and (equals or at + 1 < len(arguments)):
+            run = run_of(Path(value if equals else arguments[at + 1]))
+            if (run / "config.json").is_file():
+                base = dataclasses.replace(read_config(run / "config.json"), out=run, resume=None)
+    if arguments and not arguments[0].startswith("-"):
+        base = read_config(Path(arguments[0]), base)
+    return base
+
+
+def run_of(path: Path) -> Path:
+    """The folder of a run, of which ``path`` may be a checkpoint."""
+    return path.parent.parent if path.parent.name == CHECKPOINTS else path
+
+
+def start(config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Check what can be checked, then train on the ranks there are, or on new local ones."""
+    logging.basicConfig(format="%(message)s")
+    config.check()
+    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    shape = fit_mesh(config.dp, config.cp, config.tp, ranks)
+    if config.batch % shape[0]:
+        raise ValueError(f"train: --batch {config.batch} must be a multiple of the {shape[0]} data ranks (--dp)")
+    if config.wrap == "ddp" and config.tp > 1:
+        raise ValueError("train: --wrap ddp takes whole weights, so --tp 1; --wrap fsdp2 takes both")
+    if ranks is None:
+        _check_folders(config)
+        open_corpus(config.data, vocabulary=config.vocabulary, token_bytes=config.token_bytes,
+                    document_token=config.document_token)  # fmt: skip
+        count = shape[0] * shape[1] * shape[2]
+        if count > 1:
+            _start_ranks(count, arguments)
+    config = dataclasses.replace(config, dp=shape[0])
+    with joined_world(timedelta(seconds=config.timeout)):
+        _train(config, shape)
+
+
+def _start_ranks(count: int, arguments: Sequence[str]) -> None:
+    """Become torchrun with this same command on ``count`` local ranks."""
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    os.execv(sys.executable, [*command, "-m", "weft.train", *arguments])
+
+
+def _check_folders(config: TrainConfig) -> None:
+    """Nothing of another run is overwritten, and what is resumed is there."""
+    if config.resume is not None:
+        find_checkpoint(config.resume)
+        if run_of(config.resume).resolve() == config.out.resolve():
+            return
+    if config.out.exists() and not config.out.is_dir():
+        raise ValueError(f"train: --out {config.out} is a file; give another folder")
+    if (config.out / "config.json").exists() or list_checkpoints(config.out):
+        raise ValueError(
+            f"train: --out {config.out} holds a run already; --resume {config.out} goes on with it, another --out "
+            f"leaves it alone"
+        )
+
+
+def _restarted(config: TrainConfig) -> TrainConfig:
+    """After torchrun has started the ranks again: go on with the newest checkpoint of the run itself."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and list_checkpoints(config.out):
+        return dataclasses.replace(config, resume=config.out)
+    return config
+
+
+def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
+    mesh = make_mesh(shape)
+    first, fault = mesh.world.rank == 0, None
+    if first and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        try:
+            _check_folders(config)
+        except ValueError as error:
+            fault = error
+    mesh.world.begin("train.folder", tell=[], fault=fault).told.wait()
+    trainer = Trainer(_restarted(config), mesh)
+    if not first:
+        for _ in trainer:
+            pass
+        return
+    (config.out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    (config.out / "config.json").write_text(config.as_json())
+    weights = sum(parameter.numel() for name, parameter in trainer.model.named_parameters() if "bigrams" not in name)
+    table = config.table_rows * config.width
+    facts = {"mesh": f"{mesh}", "data": trainer.corpus.name, "tokens": len(trainer.corpus.tokens)}
+    show_config(config, {**facts, "weights": f"{weights:,} and a table of {table:,}", "from step": trainer.done})
+    metrics, line = MetricsFile(config.out, trainer.done), ProgressLine(config, trainer.done)
+    try:
+        for result in trainer:
+            metrics.write(result.line())
+            line.show(result)
+    finally:
+        line.close()
+        metrics.close()
+    Console(stderr=True).print(traffic_table(read_lines(config.out / "metrics.jsonl"), mesh.world.size))
+    print(json.dumps({"run": str(config.out), "report": str(write_report(config.out))}))

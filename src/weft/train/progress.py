@@ -1,0 +1,77 @@
+"""What a person sees of a run: its settings, a line that moves, and what was sent by whom."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from weft.train.config import TrainConfig
+from weft.train.metrics import FAMILIES
+from weft.train.trainer import StepResult
+
+_WHO = {
+    "linear attention": "states, between context ranks",
+    "softmax attention": "keys and values and their gradients, between context ranks",
+    "embedding rows": "rows of the bigram table and their gradients, between all ranks",
+    "REKLS": "gradients of matrices to owners, updates back",
+    "AdamW": "gradients of embeddings, head and norms to owners, weights back",
+    "agreeing": "lengths, norms, losses, verdicts: integers",
+}
+
+
+def show_config(config: TrainConfig, facts: dict[str, Any]) -> None:
+    """Print the settings that are not the default, and facts found out."""
+    default = TrainConfig()
+    changed = {name: value for name, value in vars(config).items() if value != getattr(default, name)}
+    told = [*facts.items(), *changed.items()]
+    print("  ".join(f"{name}={value}" for name, value in told), file=sys.stderr)
+
+
+class ProgressLine:
+    """A live line on a terminal; elsewhere about twenty lines in all."""
+
+    def __init__(self, config: TrainConfig, done: int) -> None:
+        self._steps, self._every = config.steps, max(1, config.steps // 20)
+        self._live: Progress | None = None
+        if sys.stderr.isatty():
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[told]}"))
+            self._live = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+            self._task = self._live.add_task("train", total=config.steps, completed=done, told="")
+            self._live.start()
+
+    def show(self, result: StepResult) -> None:
+        """After a step."""
+        told = f"loss {result.loss:.4f}  {result.tokens_per_second:,.0f} tokens/s"
+        told += f"  exposed {100 * result.traffic.exposed_share:.0f} %"
+        if result.valid_loss is not None:
+            told += f"  validation loss {result.valid_loss:.4f}"
+        if self._live is not None:
+            self._live.update(self._task, completed=result.step, told=told)
+        elif result.step % self._every == 0 or result.step in (1, self._steps) or result.valid_loss is not None:
+            print(f"step {result.step}/{self._steps}  {told}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the line as it is."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def traffic_table(lines: Iterable[dict[str, Any]], ranks: int) -> Table:
+    """Bytes and exposed seconds of each family, the mean over steps but the first, which sets up connections."""
+    taken = list(lines)
+    taken = taken[1:] or taken
+    seconds = sum(line["seconds"] for line in taken)
+    table = Table(title=f"A step on {ranks} ranks", title_justify="left")
+    for name in ("family", "what crosses ranks", "MB sent by all ranks", "exposed ms", "% of the step"):
+        table.add_column(name, justify="left" if name in ("family", "what crosses ranks") else "right")
+    for family in FAMILIES:
+        sent = sum(line["bytes"][family] for line in taken) / len(taken)
+        exposed = sum(line["exposed"][family] for line in taken)
+        share = 100 * exposed / seconds
+        table.add_row(family, _WHO[family], f"{sent / 1e6:.3f}", f"{1e3 * exposed / len(taken):.1f}", f"{share:.1f}")
+    return table

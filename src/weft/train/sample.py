@@ -1,0 +1,98 @@
+"""`weft sample`: text from a checkpoint, one token after the other, in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from torch import Tensor
+
+from weft.comm import checkpoint
+from weft.comm.mesh import make_mesh
+from weft.train.config import take_settings
+from weft.train.corpus import BYTES
+from weft.train.model import LanguageModel
+from weft.train.run_folder import find_checkpoint
+
+BEGIN = 0  # the byte before a document, and so the one after its end
+
+
+def load_model(run: Path) -> LanguageModel:
+    """The model of a run's newest whole checkpoint (or of the checkpoint ``run``), from any mesh, in one process."""
+    try:
+        folder, facts = find_checkpoint(run)
+    except ValueError as error:
+        raise ValueError(f"{error}".replace("train: --resume", "sample:")) from None
+    config = take_settings(facts["config"], f"{folder / checkpoint.MANIFEST}")
+    model = LanguageModel(config, int(facts["vocabulary"]), make_mesh((1, 1, 1)))
+    wanted = {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
+    checkpoint.load_tensors(folder, wanted, None)
+    model.load_state_dict({name.removeprefix("model."): value for name, value in wanted.items()})
+    return model.eval()
+
+
+def generate(
+    model: LanguageModel, prompt: list[int], tokens: int, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
+    """Up to ``tokens`` tokens after ``prompt``; a document that ends, ends it.
+
+    Every token is computed once: linear attention keeps a state, softmax attention its keys and values.
+    """
+    source, state = torch.Generator().manual_seed(seed), model.start_decoding()
+    given = torch.tensor([[BEGIN, *prompt]])
+    for _ in range(tokens):
+        token = _choose(model.decode(given, state)[0, -1], temperature, top_k, source)
+        if token == BEGIN:
+            return
+        yield token
+        given = torch.tensor([[token]])
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, source: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    best, where = logits.double().topk(min(top_k, len(logits)))
+    chosen = torch.multinomial((best / temperature).softmax(0), 1, generator=source)
+    return int(where[chosen])
+
+
+def sample(
+    run: Annotated[Path, tyro.conf.Positional],
+    prompt: str = "def ",
+    tokens: int = 300,
+    temperature: float = 0.7,
+    top_k: int = 40,
+    seed: int = 0,
+) -> None:
+    """Print text that a trained model writes after a prompt.
+
+    Args:
+        run: Folder of a run, or one of its checkpoints.
+        prompt: What the text begins with.
+        tokens: Bytes to add at most.
+        temperature: 0 takes the likeliest byte, 1 draws as the model says.
+        top_k: Draw among this many.
+        seed: Of the draws.
+    """
+    if tokens < 0 or top_k < 1 or not 0 <= temperature < float("inf"):
+        raise ValueError(
+            f"sample: --tokens and --temperature must not be negative and --top-k at least 1, got {tokens}, "
+            f"{temperature} and {top_k}"
+        )
+    model = load_model(run)
+    if model.vocabulary != BYTES:
+        raise ValueError(
+            f"sample: {run} was trained on {model.vocabulary} tokens of a .bin, not on text; use "
+            f"weft.train.sample.generate with token ids"
+        )
+    out = sys.stdout.buffer
+    out.write(prompt.encode())
+    for token in generate(model, list(prompt.encode()), tokens, temperature, top_k, seed):
+        out.write(bytes([token]))
+        out.flush()
+    out.write(b"\n")
+    out.flush()

@@ -1,0 +1,236 @@
+"""`Trainer`: one rank of a run. It makes mesh, data, model and optimizer, and takes steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.comm import Ledger, Pending, record
+from weft.comm.mesh import ParallelMesh
+from weft.comm.text import share_text
+from weft.comm.torch_parallel import wrap_with_ddp_beside_tables, wrap_with_fsdp2
+from weft.train.batches import IGNORED, Batch, Batches, validation_batches
+from weft.train.config import MODEL, TrainConfig
+from weft.train.corpus import Corpus, open_corpus
+from weft.train.metrics import MetricsFile, StepTraffic, share_traffic, spans_of
+from weft.train.mixers import Place
+from weft.train.model import LanguageModel
+from weft.train.optimizer import make_step, rate_at, set_rates
+from weft.train.run_folder import Saver, find_checkpoint, groups_to_save, load_state, tensors_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, the same on every rank."""
+
+    step: int
+    loss: float
+    norm: float
+    tokens: int
+    traffic: StepTraffic
+    valid_loss: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.traffic.seconds
+
+    def line(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        one = {
+            "step": self.step, "loss": self.loss, "norm": self.norm, "seconds": self.traffic.seconds,
+            "tokens_per_second": self.tokens_per_second, "bytes": self.traffic.bytes,
+            "exposed": self.traffic.exposed, "exposed_share": self.traffic.exposed_share,
+        }  # fmt: skip
+        return one if self.valid_loss is None else {**one, "valid_loss": self.valid_loss}
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What the ranks must have in common when a run begins."""
+
+    config: str
+    data: str
+
+
+class Trainer:
+    """One rank of a run; all ranks make one and iterate over it.
+
+    What crosses ranks in a step: states and keys and values between context ranks, rows and their gradients between
+    all ranks, gradients to owners and results back, activations between tensor ranks (by torch), and integers.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: ParallelMesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.done = 0
+        corpus = self._open_data()
+        self.corpus, held_out = corpus.split(config.held_out) if config.held_out else (corpus, None)
+        device = "cuda" if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu"
+        self.device = torch.device(device)
+        self.model = LanguageModel(config, corpus.vocabulary, mesh).to(self.device)
+        self._forward = self._wrap()
+        self.step = make_step(config, self.model, mesh)
+        self._saver = Saver(config.out, config.keep)
+        self._where: dict[str, Any] = {
+            "data_rank": mesh.data.rank, "data_size": mesh.data.size, "context_rank": mesh.context.rank,
+            "context_size": mesh.context.size, "layout": config.layout, "length": config.length,
+            "hash_rows": lambda tokens, bounds: self.model.bigrams.rows_of(tokens, cu_seqlens=bounds),
+        }  # fmt: skip
+        position = self._resume() if config.resume is not None else 0
+        self._batches = Batches(self.corpus, batch=config.batch, seed=config.seed, position=position, **self._where)
+        self._held_out = held_out
+
+    def _open_data(self) -> Corpus:
+        """The corpus; all ranks raise alike if one cannot open it, or if theirs differ."""
+        config, fault, corpus = self.config, None, None
+        try:
+            corpus = open_corpus(
+                config.data, vocabulary=config.vocabulary, token_bytes=config.token_bytes,
+                document_token=config.document_token,
+            )  # fmt: skip
+        except ValueError as error:
+            fault = error
+        common = _Common(replace(config, data=None).as_json(), corpus.digest) if corpus else None
+        self.mesh.world.begin("train", common, tell=[], fault=fault).told.wait()
+        assert corpus is not None
+        return corpus
+
+    def _wrap(self) -> Any:
+        tables = ["bigrams.weight"]
+        if self.config.wrap == "ddp" and self.mesh.world.size > 1:
+            return wrap_with_ddp_beside_tables(self.mesh.tokens, self.model, tables)
+        if self.config.wrap == "fsdp2" and self.mesh.world.size > 1:
+            wrap_with_fsdp2(self.mesh, self.model, list(self.model.blocks), [self.model.bigrams.weight])
+        return self.model
+
+    # Steps.
+
+    def __iter__(self) -> Iterator[StepResult]:
+        """The steps that are left, with their checkpoints and validation losses."""
+        config = self.config
+        try:
+            while self.done < config.steps:
+                result = self.take_step()
+                if config.validate_every and (self.done % config.validate_every == 0 or self.done == config.steps):
+                    result = replace(result, valid_loss=self.validation_loss())
+                last = self.done == config.steps
+                if last or (config.checkpoint_every and self.done % config.checkpoint_every == 0):
+                    self._save()
+                if last:
+                    self._saver.wait()
+                yield result
+        finally:
+            self._batches.close()
+
+    def take_step(self) -> StepResult:
+        """One optimizer step on the next batch."""
+        config = self.config
+        batch = next(self._batches)
+        set_rates(config, self.step, rate_at(config, self.done))
+        clock = self.mesh.world.wire.clock
+        began = clock()
+        with record() as ledger:
+            total = self._loss_of(batch)
+            loss = self._sum_over_tokens(total.detach())
+            if self.done + 1 < config.steps:
+                self.model.bigrams.prefetch(self._batches.peek().rows.to(self.device))
+            # Gradients are averaged over the ranks that have other tokens; each has its part of a sum over all.
+            (total * (self.mesh.tokens.size / self._tokens_of_step)).backward()
+            if config.tune and self.done == config.tune:
+                self.step.tune(weft.Machine(latency=50e-6, bandwidth=1e9), show=False)
+            self.step.step()
+            self.step.zero_grad()
+            shown = float(loss.wait()) / self._tokens_of_step
+        ended = clock()
+        self.done += 1
+        if self.done == config.timeline_step:
+            self._write_timeline(ledger, began, ended)
+        traffic = share_traffic(self.mesh.world, ledger, ended - began)
+        assert self.step.norm is not None
+        return StepResult(self.done, shown, self.step.norm, self._tokens_of_step, traffic)
+
+    @property
+    def _tokens_of_step(self) -> int:
+        return self.config.batch * self.config.length
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        """The sum over this rank's tokens."""
+        tokens, targets, rows = (part.to(self.device) for part in (batch.tokens, batch.targets, batch.rows))
+        layout, bounds = self.config.layout, batch.cu_seqlens
+        where = weft.sequence(tokens.shape[1], layout=layout, cu_seqlens=bounds, group=self.mesh.context)
+        half = torch.autocast(self.device.type, torch.bfloat16) if self.config.dtype == "bf16" else nullcontext()
+        with half:
+            logits = self._forward(tokens, rows, Place(where, batch.positions.to(self.device)))
+        return self.model.loss(logits, targets)
+
+    def _sum_over_tokens(self, mine: Tensor) -> Pending[Tensor]:
+        """Of all ranks, in rank order."""
+        parts = self.mesh.tokens.begin("train.loss").all_gather(mine.double().reshape(-1).cpu())
+        return Pending(lambda: torch.stack(parts.wait()).sum(0))
+
+    @torch.no_grad()
+    def validation_loss(self) -> float | None:
+        """The mean over held-out tokens; None if there are none. All ranks must ask."""
+        if self._held_out is None or not self.config.validate_batches:
+            return None
+        total = torch.zeros(2, dtype=torch.float64)  # of losses, and of tokens that count
+        at_most = self.config.validate_batches
+        with validation_batches(self._held_out, batch=self.config.batch, at_most=at_most, **self._where) as batches:
+            for batch in batches:
+                count = (batch.targets != IGNORED).sum()
+                total += torch.stack([self._loss_of(batch).double().cpu(), count.double()])
+        losses, tokens = self._sum_over_tokens(total).wait().tolist()
+        return losses / tokens
+
+    def _write_timeline(self, ledger: Ledger, began: float, ended: float) -> None:
+        mine = json.dumps(spans_of(ledger, began, ended))
+        everybody = share_text(self.mesh.world, "train.timeline", mine)
+        if self.mesh.world.rank == 0:
+            ranks = [{"rank": rank, "spans": json.loads(text)} for rank, text in enumerate(everybody)]
+            (self.config.out / "timeline.json").write_text(json.dumps({"step": self.done, "ranks": ranks}))
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        tensors, saved = tensors_of(self.model, self.step)
+        facts = {
+            "position": self._batches.position, "groups": groups_to_save(saved), "data": self.corpus.digest,
+            "vocabulary": self.model.vocabulary, "mesh": list(self.mesh.shape),
+            "config": json.loads(self.config.as_json()),
+        }  # fmt: skip
+        self._saver.start(self.done, tensors, facts)
+
+    def _resume(self) -> int:
+        """Take up the state of a checkpoint: rank 0 says which, so that all take the same."""
+        assert self.config.resume is not None
+        fault, chosen = None, ""
+        try:
+            chosen = str(find_checkpoint(self.config.resume)[0])
+        except ValueError as error:
+            fault = error
+        self.mesh.world.begin("train.resume", tell=[], fault=fault).told.wait()
+        folder = Path(share_text(self.mesh.world, "train.resume", chosen)[0])
+        _, facts = find_checkpoint(folder)
+        before = facts["config"]
+        for name in (*MODEL, "dtype", "length"):
+            now = json.loads(self.config.as_json())[name]
+            if name != "vocabulary" and before[name] != now:
+                raise ValueError(
+                    f"train: --resume {folder} was made with {name} {before[name]}, not {now}; weights do not fit"
+                )
+        if facts["data"] != self.corpus.digest:
+            logger.warning("train: --resume %s was made with other data; its place in the data is kept", folder)
+        load_state(folder, self.model, self.step, facts["groups"], self._saver.group)
+        self.done = int(facts["step"])
+        return int(facts["position"])
