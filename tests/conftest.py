@@ -45,3 +45,16 @@ def interpreter() -> Iterator[Interpreter]:
     """A process whose Triton kernels run in Triton's interpreter, started once."""
     with Interpreter() as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[ProcessWorld]:
+    """Four Gloo processes: meshes and checkpoints want a WORLD of their own. Tests that use it are marked processes."""
+    with ProcessWorld(4, timeout=timedelta(seconds=60)) as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[ProcessWorld]:
+    with ProcessWorld(2, timeout=timedelta(seconds=60)) as world:
+        yield world

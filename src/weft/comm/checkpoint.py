@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -41,8 +42,13 @@ class _Writer(HuggingFaceStorageWriter):
             out.flush()
             os.fsync(out.fileno())
         _sync_folder(self._partial)
+        old = self._folder.with_name(f"{self._folder.name}.replaced.partial")
+        shutil.rmtree(old, ignore_errors=True)
+        if self._folder.exists():  # a damaged one of the same step, which was passed over
+            self._folder.rename(old)
         self._partial.rename(self._folder)
         _sync_folder(self._folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
         self._written()
 
 

@@ -12,6 +12,8 @@ from weft.comm.mesh import ParallelMesh
 from weft.train.config import TrainConfig
 from weft.train.model import LanguageModel
 
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+
 
 def sort_parameters(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """By name: matrices of blocks (REKLS), what has weight decay else (AdamW), norms (AdamW). Not the table."""
@@ -40,12 +42,12 @@ def make_step(config: TrainConfig, model: LanguageModel, mesh: ParallelMesh) -> 
             weft.ShardedAdamW(
                 [{"params": list(decayed.items()), "weight_decay": decay},
                  {"params": list(plain.items()), "weight_decay": 0.0}],
-                lr=config.lr_adamw, group=mesh.tokens,
+                lr=config.lr_adamw, group=mesh.tokens, **ADAMW,
             ),
             rows,
         ]  # fmt: skip
         return weft.OverlappedStep(parts, clip=config.clip, overlap_backward=True)
-    by_adamw = {"algorithm": "adamw", "lr": config.lr_adamw}
+    by_adamw = {"algorithm": "adamw", "lr": config.lr_adamw, **ADAMW}
     groups: list[dict[str, Any]] = [
         {"params": list(matrices.items()), "weight_decay": decay},
         {"params": list(decayed.items()), "weight_decay": decay, **by_adamw},

@@ -21,7 +21,7 @@ from weft.comm.torch_parallel import wrap_with_ddp_beside_tables, wrap_with_fsdp
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
 from weft.train.config import MODEL, TrainConfig
 from weft.train.corpus import Corpus, open_corpus
-from weft.train.metrics import MetricsFile, StepTraffic, share_traffic, spans_of
+from weft.train.metrics import StepTraffic, share_traffic, spans_of
 from weft.train.mixers import Place
 from weft.train.model import LanguageModel
 from weft.train.optimizer import make_step, rate_at, set_rates
@@ -131,7 +131,11 @@ class Trainer:
                     self._saver.wait()
                 yield result
         finally:
-            self._batches.close()
+            self.close()
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._batches.close()
 
     def take_step(self) -> StepResult:
         """One optimizer step on the next batch."""
