@@ -1,0 +1,101 @@
+"""The report of a run: one HTML file with everything in it, made from what the run left in its folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+
+from weft.train import report_figures as figures
+from weft.train.report_run import Run, read_run
+from weft.train.report_scale import short
+from weft.train.report_style import SCRIPT, STYLE
+
+# Whatever a run's files contain, the page loads nothing.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def show_report(run: Path, beside: Path | None = None, out: Path | None = None) -> None:
+    """Write the report of a run as one HTML file that opens without a network, and say where it is.
+
+    Args:
+        run: The folder of the run.
+        beside: The folder of the same run in one process: both loss curves are drawn.
+        out: The file to write; report.html in the run's folder if not given.
+    """
+    print(f"report: {write_report(run, beside=beside, out=out).resolve()}")
+
+
+def write_report(run: Path, *, beside: Path | None = None, out: Path | None = None) -> Path:
+    """Write the report of a run's folder and return its path, ``RUN/report.html`` unless told otherwise.
+
+    ``beside`` is the folder of the same run in one process, whose losses are drawn over those of ``run``. The file is
+    whole or not there: it is written under another name first.
+
+    Example: ``write_report(Path("runs/demo"), beside=Path("runs/demo-1"))``
+    """
+    target = run / "report.html" if out is None else out
+    read, other = read_run(run), None if beside is None else read_run(beside)
+    if not read.steps:
+        raise ValueError(f"report: {run / 'metrics.jsonl'} has no whole step; a run writes a line after each step")
+    if target.is_dir():
+        raise ValueError(f"report: {target} is a folder; give the name of a file as --out")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(assemble(read, other), encoding="utf-8", errors="replace")
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def assemble(run: Run, beside: Run | None) -> str:
+    """The whole page."""
+    title = escape(f"Training run {run.folder.resolve().name}")
+    notes = run.notes + [f"{beside.folder}: {words}" for words in (beside.notes if beside else [])]
+    parts = [
+        f"<header>\n<h1>{title}</h1>\n<p>{escape(subtitle(run))}</p>\n{summary(run)}\n</header>",
+        *(figures.note(words) for words in notes),
+        figures.loss_figure(run, beside),
+        figures.speed_figure(run),
+        figures.bytes_figure(run),
+        figures.timeline_figure(run),
+        figures.config_figure(run),
+    ]
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n'
+    )
+    return f"{head}<body>\n" + "\n".join(parts) + f"\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+
+
+def subtitle(run: Run) -> str:
+    written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime, UTC)
+    return f"weft. Last step written {written:%Y-%m-%d %H:%M} UTC. Folder: {run.folder.resolve()}"
+
+
+def summary(run: Run) -> str:
+    """The numbers on top."""
+    steps = run.steps
+    valid = [step for step in steps if math.isfinite(step.valid_loss)]
+    speeds = [step.tokens_per_second for step in steps if math.isfinite(step.tokens_per_second)]
+    seconds = sum(step.seconds for step in steps if step.seconds > 0)
+    timed = [step for step in steps if step.seconds > 0 and math.isfinite(step.exposed_share)]
+    waited = sum(step.exposed_share * step.seconds for step in timed)
+    lasted = sum(step.seconds for step in timed)
+    items = [
+        ("Final loss", short(steps[-1].loss), ""),
+        ("Validation loss", short(valid[-1].valid_loss) if valid else "–", f"step {valid[-1].number:,}" if valid else ""),
+        ("Steps", f"{len(steps):,}", f"in {seconds:,.0f} s" if seconds else ""),
+        ("Ranks", "–" if run.ranks is None else f"{run.ranks:,}", ""),
+        ("Tokens per second", f"{statistics.median(speeds):,.0f}" if speeds else "–", "median"),
+        ("Exposed communication", f"{100 * waited / lasted:.1f} %" if lasted else "–", "of the time of all steps"),
+    ]
+    cells = [f"<div><dt>{name}</dt><dd>{escape(value)} <small>{more}</small></dd></div>" for name, value, more in items]
+    return f"<dl>{''.join(cells)}</dl>"

@@ -1,0 +1,238 @@
+"""What a report reads: the files of a run's folder, as numbers that can be drawn.
+
+Nothing in the files is trusted. A number that is missing, of another kind or not finite becomes NaN, a line that is no
+step is counted and left out, a file that cannot be read becomes a note.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Families in the order of every figure and table.
+FAMILIES = ("linear attention", "softmax attention", "embedding rows", "REKLS", "AdamW", "agreeing")
+KINDS = ("work", "under way", "exposed")
+LARGEST = 1e300  # beyond it differences overflow; such a number is drawn as if it were infinite
+
+
+def in_order(families: Iterable[str]) -> list[str]:
+    """The known families first, in their order, then the others by name."""
+    known = {name: place for place, name in enumerate(FAMILIES)}
+    return sorted(set(families), key=lambda name: (known.get(name, len(FAMILIES)), name))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of metrics.jsonl. Bytes are summed over ranks, exposed seconds are the mean over ranks."""
+
+    number: int
+    loss: float
+    valid_loss: float
+    seconds: float
+    tokens_per_second: float
+    exposed_share: float
+    bytes: dict[str, float]
+    exposed: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What the same model and step sends with plain pieces, in bytes summed over ranks."""
+
+    bytes: dict[str, float]
+    methods: dict[str, str]
+    ranks: int | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of time of one rank, in seconds: work, communication under way, or waiting for it (exposed)."""
+
+    name: str
+    family: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step on all ranks, from second 0."""
+
+    step: int | None
+    ranks: list[tuple[int, list[Span]]]
+    seconds: float
+
+
+@dataclass
+class Run:
+    """Everything a report knows of one run. ``steps`` are in order of their numbers, each there once."""
+
+    folder: Path
+    steps: list[Step]
+    config: dict[str, str] | None = None
+    plain: Plain | None = None
+    timeline: Timeline | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks ran it, by its timeline, its plain pieces or its configuration."""
+        if self.timeline is not None:
+            return len(self.timeline.ranks)
+        if self.plain is not None and self.plain.ranks is not None:
+            return self.plain.ranks
+        last_words = {key.rpartition(".")[2]: value for key, value in (self.config or {}).items()}
+        sizes = {key: int(value) for key, value in last_words.items() if re.fullmatch("[0-9]{1,7}", value)}
+        for key in ("ranks", "world_size"):
+            if sizes.get(key, 0) > 0:
+                return sizes[key]
+        mesh = [sizes[key] for key in ("dp", "cp", "tp") if key in sizes]
+        return math.prod(mesh) if mesh and min(mesh) > 0 else None
+
+    @property
+    def name(self) -> str:
+        """What its curves are called."""
+        if self.ranks is None:
+            folder = self.folder.resolve().name
+            return folder if len(folder) <= 18 else folder[:17] + "…"
+        return "one process" if self.ranks == 1 else f"{self.ranks} ranks"
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder. ValueError if there is no metrics.jsonl; every other file may be missing."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise ValueError(f"report: {folder} has no metrics.jsonl; give the folder of a run, as named by weft train --out")
+    run = Run(folder, [])
+    run.steps, unreadable = read_steps(metrics)
+    if unreadable:
+        lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
+        run.notes.append(f"{lines} of {metrics.name} could not be read and {'is' if unreadable == 1 else 'are'} left out.")
+    config = read_object(run, "config.json")
+    run.config = None if config is None else dict(flatten(config))
+    plain = read_object(run, "plain.json")
+    run.plain = None if plain is None else to_plain(plain)
+    timeline = read_object(run, "timeline.json")
+    run.timeline = None if timeline is None else to_timeline(timeline)
+    return run
+
+
+def read_steps(path: Path) -> tuple[list[Step], int]:
+    """The steps, and how many lines were none. A half-written last line is what a killed run leaves: it counts for neither.
+
+    A run that was resumed may have written a step twice: the later line holds.
+    """
+    steps: dict[int, Step] = {}
+    unreadable = 0
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.split("\n") if line.strip()]
+    for place, line in enumerate(lines):
+        step = to_step(parse(line))
+        if step is not None:
+            steps[step.number] = step
+        elif place < len(lines) - 1 or text.endswith("\n"):
+            unreadable += 1
+    return [steps[number] for number in sorted(steps)], unreadable
+
+
+def read_object(run: Run, name: str) -> dict[str, Any] | None:
+    """A JSON object of the run's folder; None if it is not there, and with a note if it is something else."""
+    path = run.folder / name
+    if not path.is_file():
+        return None
+    content = parse(path.read_text(encoding="utf-8", errors="replace"))
+    if not isinstance(content, dict):
+        run.notes.append(f"{name} is not a whole JSON object and is left out.")
+        return None
+    return content
+
+
+def parse(text: str) -> Any:
+    """The JSON value, or None."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def to_step(line: Any) -> Step | None:
+    if not isinstance(line, dict) or (step := to_count(line.get("step"))) is None:
+        return None
+    numbers = {key: to_number(line.get(key)) for key in ("loss", "valid_loss", "seconds", "tokens_per_second")}
+    share = to_number(line.get("exposed_share"))
+    return Step(step, **numbers, exposed_share=share, bytes=sizes(line.get("bytes")), exposed=sizes(line.get("exposed")))
+
+
+def to_plain(content: dict[str, Any]) -> Plain:
+    methods = content.get("methods")
+    words = {str(family): str(method) for family, method in methods.items()} if isinstance(methods, dict) else {}
+    return Plain(sizes(content.get("bytes")), words, to_count(content.get("ranks")) or None)
+
+
+def to_timeline(content: dict[str, Any]) -> Timeline | None:
+    """None if no rank has a span."""
+    ranks: list[tuple[int, list[Span]]] = []
+    for place, entry in enumerate(as_list(content.get("ranks"))):
+        if not isinstance(entry, dict):
+            continue
+        found = (to_span(span) for span in as_list(entry.get("spans")))
+        number = to_count(entry.get("rank"))
+        ranks.append((place if number is None else number, [span for span in found if span is not None]))
+    spans = [span for _, of_rank in ranks for span in of_rank]
+    if not spans:
+        return None
+    zero = min(span.start for span in spans)
+    moved = [
+        (rank, [Span(s.name, s.family, s.kind, s.start - zero, s.end - zero) for s in of_rank]) for rank, of_rank in ranks
+    ]
+    return Timeline(to_count(content.get("step")), sorted(moved, key=lambda r: r[0]), max(s.end for s in spans) - zero)
+
+
+def to_span(entry: Any) -> Span | None:
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
+        return None
+    start, end = to_number(entry.get("start")), to_number(entry.get("end"))
+    if not end > start:  # NaN too
+        return None
+    return Span(str(entry.get("name", "")), str(entry.get("family", "")), entry["kind"], start, end)
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def sizes(value: Any) -> dict[str, float]:
+    """Counts of bytes or seconds by family; what can be neither is left out."""
+    if not isinstance(value, dict):
+        return {}
+    found = {str(family): to_number(size) for family, size in value.items()}
+    return {family: size for family, size in found.items() if 0 <= size < 2**63}
+
+
+def to_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+        return math.nan
+    return float(value) if abs(value) > 1 / LARGEST else 0.0
+
+
+def to_count(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        return None
+    return value
+
+
+def flatten(value: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """Settings as (dotted name, text)."""
+    pairs: list[tuple[str, str]] = []
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner and before.count(".") < 20:
+            pairs += flatten(inner, f"{before}{key}.")
+        else:
+            pairs.append((f"{before}{key}", inner if isinstance(inner, str) else json.dumps(inner)))
+    return pairs

@@ -1,0 +1,133 @@
+"""Scales of a chart: from values to places, round numbers for ticks, and words for numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps ``low..high`` to ``start..end``, linearly or by logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+    def ticks(self, count: int) -> list[float]:
+        """About ``count`` round numbers within the scale."""
+        return log_ticks(self.low, self.high, count) if self.log else round_ticks(self.low, self.high, count)
+
+
+def round_step(length: float, count: int) -> float:
+    """1, 2 or 5 times a power of ten: the least of which ``count`` cover a length."""
+    rough = length / max(1, count)
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+
+
+def round_ticks(low: float, high: float, count: int) -> list[float]:
+    step = round_step(high - low, count)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, count: int) -> list[float]:
+    """Powers of ten, not all if there are many; with less than two of them, 1, 2 and 5 times powers of ten."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    if last > first:
+        return [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first + 1) / count)))]
+    fine = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
+    return [tick for tick in fine if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+
+
+def fit(values: list[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Scale:
+    """The scale that holds all values, with a little room; one value gets room on both sides."""
+    low, high = min(values), max(values)
+    if log:
+        return Scale(low / 1.3, high * 1.3, start, end, log=True)
+    if zero:
+        low, high = min(0.0, low), max(0.0, high) * 1.08
+    room = 0.0 if zero and high > low else 0.05 * (high - low) or abs(high) * 0.1 or 1.0
+    return Scale(low if zero else low - room, high + room, start, end)
+
+
+def thin(points: list[Point], columns: int) -> list[Point]:
+    """At most four points for each column of the plot: its first, lowest, highest and last. No extreme is lost.
+
+    Points are in order of x. A point that is not finite stays, as the first one of its column: it breaks the line.
+    """
+    if len(points) <= 4 * columns:
+        return points
+    first, length = points[0][0], points[-1][0] - points[0][0]
+    kept: set[int] = set()
+    columns_of: dict[int, list[int]] = {}
+    for place, (x, _) in enumerate(points):
+        columns_of.setdefault(min(columns - 1, int((x - first) / length * columns)), []).append(place)
+    for column in columns_of.values():
+        finite = [place for place in column if math.isfinite(points[place][1])]
+        broken = [place for place in column if not math.isfinite(points[place][1])]
+        kept.update(broken[:1])
+        if finite:
+            kept.update((finite[0], finite[-1]))
+            kept.update((min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])))
+    return [points[place] for place in sorted(kept)]
+
+
+def spread(places: list[float], apart: float, low: float, high: float) -> list[float]:
+    """Places of labels moved until they are ``apart``, in the same order, within low..high if there is room."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = list(places)
+    floor = low
+    for index in order:
+        moved[index] = floor = max(moved[index], floor)
+        floor += apart
+    ceiling = high
+    for index in reversed(order):
+        moved[index] = ceiling = min(moved[index], ceiling)
+        ceiling -= apart
+    return moved
+
+
+def short(value: float) -> str:
+    """A number with four digits that count, thousands apart: 26,130 or 2.141 or 3.1e-05."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e7 or abs(value) < 1e-4:
+        return f"{value:.2e}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def plain_number(value: float) -> str:
+    """A tick: no digit more than it needs."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e7 or abs(value) < 1e-4:
+        mantissa, exponent = f"{value:.6e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:,.6f}".rstrip("0").rstrip(".")
+
+
+def size_of(count: float) -> str:
+    """Bytes in words, with three digits that count: 1.23 MB."""
+    if count < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):  # noqa: B007  # the last one stays
+        count /= 1000
+        if count < 999.5:
+            break
+    return f"{count:,.0f} {unit}" if count >= 99.95 else f"{count:.{1 if count >= 9.995 else 2}f} {unit}"
