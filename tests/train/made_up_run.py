@@ -45,7 +45,9 @@ def metrics(steps: int, *, seed: int = 0, ranks: int = 4) -> list[dict[str, Any]
 def timeline(ranks: int = 4) -> dict[str, Any]:
     """Layers forward and backward, then the optimizers; messages start with a piece of work and end in the next."""
     pieces = [("embed", "embedding rows", 9)]
-    pieces += [("linear", "linear attention", 22), ("softmax", "softmax attention", 26)] * 2 + [("loss", "agreeing", 14)]
+    pieces += [("linear", "linear attention", 22), ("softmax", "softmax attention", 26)] * 2 + [
+        ("loss", "agreeing", 14)
+    ]
     pieces += [("softmax ∇", "softmax attention", 48), ("linear ∇", "linear attention", 40)] * 2
     pieces += [("embed ∇", "embedding rows", 10), ("REKLS", "REKLS", 40), ("AdamW", "AdamW", 16)]
     noise = random.Random(3)
@@ -77,7 +79,7 @@ def write_run(folder: Path, steps: int = 200, *, ranks: int = 4, whole: bool = T
     folder.mkdir(parents=True)
     config = {
         "data": None, "steps": steps, "mesh": {"dp": max(1, ranks // 2), "cp": min(2, ranks), "tp": 1},
-        "model": {"layers": ["linear", "softmax", "linear", "softmax"], "width": 256, "heads": 4, "bigram_rows": 250_000},
+        "model": {"layers": ["linear", "softmax", "linear", "softmax"], "width": 256, "bigram_rows": 250_000},
         "optimizer": {"rekls": "stable", "rate": 0.003, "clip": 1.0}, "dtype": "float32", "seed": 0,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

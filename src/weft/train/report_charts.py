@@ -16,6 +16,7 @@ from weft.train.report_style import family_class
 WIDTHS = {"wide": 728, "narrow": 340}
 LETTER = 6.4  # width of a letter of a label, on the wide side
 COLUMN = 4  # pixels of a column in which points are thinned
+LEFT = 56.0  # where plots begin: room for numbers, the same in all of them
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,18 @@ def svg(kind: str, width: str, height: float, label: str, inside: list[str], mor
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """Words whose baseline is at y."""
     named = f' class="{kind}"' if kind else ""
     return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'
 
 
 def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    """A straight line."""
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
 def rectangle(kind: str, x: float, y: float, width: float, height: float, title: str = "", more: str = "") -> str:
+    """A rectangle, with words for a pointer that rests on it."""
     hint = f"><title>{escape(title)}</title></rect>" if title else "/>"
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{more}{hint}'
 
@@ -73,23 +77,23 @@ def plot(
     zero: bool = False,
     words: Callable[[float], str] = plain_number,
     axis: bool = True,
+    room: int = 9,
 ) -> str:
     """Curves over steps ``first..last``, for both widths. Values on a log scale must be positive or not finite.
 
-    ``axis`` says whether the numbers of the steps stand below; ``words`` writes the values at the ticks.
+    ``words`` writes the values at the ticks and ``axis`` says whether the numbers of the steps stand below. ``room`` is
+    how many letters the names at the ends need: plots of one figure have the same, so that their steps are aligned.
     """
     values = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
     if not values:
         return f'<p class="note">{escape(title)}: no finite value.</p>'
-    ends = [curve.name for curve in curves if not curve.mark]
     first, last = steps
     drawn = []
     for width, pixels in WIDTHS.items():
         top, bottom = 26.0, height - (34.0 if axis else 8.0)
         up = fit(values, bottom, top, log=log, zero=zero)
-        ticks = up.ticks(max(2, int((bottom - top) / 36)))
-        left = 10 + LETTER * max((len(words(tick)) for tick in ticks), default=4)
-        right = pixels - 14 - LETTER * max(len(name) for name in ends)
+        ticks = up.ticks(max(2, int((bottom - top) / 30)))
+        left, right = LEFT, pixels - 14 - LETTER * room
         along = Scale(first, last, left, right)
         inside = [text(0, 12, title, "strong")]
         for tick in ticks:
@@ -103,7 +107,9 @@ def plot(
         inside += end_labels([c for c in curves if not c.mark], up, right, top, bottom)
         inside.append(line("rule", left, top, left, bottom))
         more = f' data-left="{left:.1f}" data-right="{right:.1f}"'
-        drawn.append(svg("plot", width, height, f"{title} over steps: {', '.join(c.name for c in curves)}", inside, more))
+        drawn.append(
+            svg("plot", width, height, f"{title} over steps: {', '.join(c.name for c in curves)}", inside, more)
+        )
     return "\n".join(drawn)
 
 
@@ -114,7 +120,7 @@ def step_axis(along: Scale, bottom: float, count: int) -> list[str]:
         if tick == round(tick):
             x = along(tick)
             drawn += [line("base", x, bottom, x, bottom + 4), text(x, bottom + 17, f"{tick:,.0f}", "middle")]
-    return [*drawn, text(along.end + 14, bottom + 17, "step")]
+    return [*drawn, text(along.end + 24, bottom + 17, "step")]
 
 
 def draw(curve: Curve, along: Scale, up: Scale, columns: int) -> list[str]:
@@ -139,8 +145,10 @@ def end_labels(curves: list[Curve], up: Scale, right: float, top: float, bottom:
     """The names of curves where they end, moved apart."""
     found = [(curve, [y for _, y in curve.points if math.isfinite(y)]) for curve in curves]
     named = [(curve, up(values[-1])) for curve, values in found if values]
-    places = spread([place for _, place in named], 15, top, bottom)
-    return [text(right + 10, y + 4, curve.name, f"named {curve.style}") for (curve, _), y in zip(named, places, strict=True)]
+    places = spread([place for _, place in named], 15, top, bottom - 8)
+    return [
+        text(right + 10, y + 4, curve.name, f"named {curve.style}") for (curve, _), y in zip(named, places, strict=True)
+    ]
 
 
 def byte_bars(rows: list[tuple[str, float, float | None]], label: str) -> str:
@@ -163,19 +171,19 @@ def byte_bars(rows: list[tuple[str, float, float | None]], label: str) -> str:
                 inside.append(text(0, y + 9, family, "strong"))
                 y += 15
             else:
-                inside.append(text(0, y + 6.5 * len(pair) + 4, family, "strong"))
+                inside.append(text(0, y + 7 * len(pair) + 3, family, "strong"))
             for who, size, kind in pair:
                 end = along(size) if size > 0 else left
                 said = f"{who} {size_of(size)}" if size > 0 else f"{who} nothing"
                 if size > 0:
                     inside.append(rectangle(f"{kind} {style}", left, y, end - left, 10, f"{family}: {said}"))
                 inside.append(text(end + 6, y + 9.5, said))
-                y += 13
+                y += 14
             y += 12
         for tick in along.ticks(6 if width == "wide" else 4):
             x = along(tick)
             inside.insert(0, line("grid", x, 0, x, y))
-            inside.append(text(x, y + 16, size_of(tick), "middle" if x > left + 12 else ""))
+            inside.append(text(x, y + 16, size_of(tick, round_number=True), "middle" if x > left + 12 else ""))
         inside.append(line("base", left, y, right, y))
         drawn.append(svg("bars", width, y + 22, label, inside))
     return "\n".join(drawn)

@@ -16,19 +16,20 @@ ROWS = 100  # of the table behind a figure; all steps are in metrics.jsonl
 
 
 def figure(name: str, title: str, inside: list[str], more: str = "") -> str:
+    """One figure of the page; parts that are empty are left out."""
     body = "\n".join(part for part in inside if part)
     return f'<figure id="{name}" aria-label="{escape(title)}"{more}>\n<h2>{escape(title)}</h2>\n{body}\n</figure>'
 
 
 def note(words: str) -> str:
+    """A sentence in place of what is not there."""
     return f'<p class="note">{escape(words)}</p>'
 
 
-def table(heads: list[str], rows: list[list[str]], *, last_is_sum: bool = False, numbers_from: int = 1) -> str:
-    """Cells are HTML already; those from column ``numbers_from`` on stand to the right."""
+def table(heads: list[str], rows: list[list[str]], kinds: list[str], *, last_is_sum: bool = False) -> str:
+    """Cells are HTML already. The kind of a column is a class: ``name``, ``n`` for numbers or ``words``."""
 
     def cells(tag: str, row: list[str]) -> str:
-        kinds = ["n" if column >= numbers_from else "name" for column in range(len(row))]
         return "".join(f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(kinds, row, strict=True))
 
     lines = [f"<tr>{cells('th', heads)}</tr>"]
@@ -39,6 +40,7 @@ def table(heads: list[str], rows: list[list[str]], *, last_is_sum: bool = False,
 
 
 def details(summary: str, inside: str) -> str:
+    """Something a reader may open."""
     return f"<details><summary>{escape(summary)}</summary>\n{inside}\n</details>"
 
 
@@ -50,10 +52,12 @@ def step_range(*runs: list[Step]) -> tuple[float, float]:
 
 
 def curve_of(steps: list[Step], key: str) -> list[Point]:
+    """A number of each step, over steps."""
     return [(step.number, getattr(step, key)) for step in steps]
 
 
 def there(points: list[Point]) -> list[Point]:
+    """The points whose value is finite."""
     return [point for point in points if math.isfinite(point[1])]
 
 
@@ -87,16 +91,18 @@ def numbers_table(series: list[tuple[str, list[Point]]]) -> str:
     columns = [dict(points) for _, points in series]
     rows = [[f"{step:,.0f}", *(short(at[step]) if step in at else "" for at in columns)] for step in shown]
     summary = "Numbers" if every == 1 else f"Numbers, one step in {every}; all of them are in metrics.jsonl"
-    return details(summary, table(["step", *(escape(name) for name, _ in series)], rows, numbers_from=0))
+    heads = ["step", *(escape(name) for name, _ in series)]
+    return details(summary, table(heads, rows, ["n"] * len(heads)))
 
 
 def loss_figure(run: Run, beside: Run | None) -> str:
+    """Both losses on one plot, and how far they are apart."""
     other = beside.steps if beside else []
     name, other_name = names(run, beside)
     mine, theirs = curve_of(run.steps, "loss"), curve_of(other, "loss")
     valid, their_valid = there(curve_of(run.steps, "valid_loss")), there(curve_of(other, "valid_loss"))
     steps = step_range(run.steps, other)
-    curves = [Curve(name, "run", mine)]
+    curves = [Curve(name, "run under" if other else "run", mine)]
     series = [(name, mine)]
     if valid:
         series.append((f"{name}, validation", valid))
@@ -110,8 +116,9 @@ def loss_figure(run: Run, beside: Run | None) -> str:
         curves.append(Curve(f"{name}, validation", "run", valid, mark="dot"))
     values = [y for curve in curves for _, y in there(curve.points)]
     steep = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
-    title = "Loss, log scale" if steep else "Loss"
-    inside = ['<p class="readout"></p>', plot(curves, steps, title=title, height=300, log=steep)]
+    title = "Training loss, log scale" if steep else "Training loss"
+    room = max(len("difference"), len(name), len(other_name))
+    inside = ['<p class="readout"></p>', plot(curves, steps, title=title, height=300, log=steep, room=room)]
     caption = []
     if other:
         apart = differences(run.steps, other)
@@ -119,13 +126,16 @@ def loss_figure(run: Run, beside: Run | None) -> str:
         if above := [point for point in apart if point[1] > 0]:
             series.append(("relative difference", apart))
             small = [Curve("difference", "plainly", above)]
-            inside.append(plot(small, steps, title="Relative difference of the two, log scale", height=130, log=True))
+            small_title = "Relative difference of the two, log scale"
+            inside.append(plot(small, steps, title=small_title, height=130, log=True, room=room))
     elif beside is None:
         caption.append("The same run in one process can be drawn over it: give its folder as --beside.")
     else:
         caption.append(f"{beside.folder} has no whole step: no second curve.")
     if valid:
-        caption.append("Points: loss on the held-out part" + (", filled and open for the two runs." if their_valid else "."))
+        caption.append(
+            "Points: loss on the held-out part" + (", filled and open for the two runs." if their_valid else ".")
+        )
     caption += [said for said in (say_broken(run, name), say_broken(beside, other_name)) if said]
     inside += [f"<figcaption>{escape(' '.join(caption))}</figcaption>", numbers_table(series)]
     return figure("loss", "Loss", inside, read_outs(series, steps))
@@ -139,16 +149,18 @@ def names(run: Run, beside: Run | None) -> tuple[str, str]:
 
 
 def say_difference(apart: list[Point]) -> str:
+    """The largest relative difference, in a sentence."""
     if not apart:
         return "The two runs have no step in common."
     step, largest = max(apart, key=lambda point: point[1])
     many = "1 step" if len(apart) == 1 else f"{len(apart):,} steps"
     if largest == 0:
         return f"The losses of the two runs are equal to the bit at all of {many}."
-    return f"The losses of the two runs differ by at most {largest:.2g} relative (step {step:,.0f}, over {many})."
+    return f"The losses of the two runs differ by at most {short(largest)} relative (step {step:,.0f}, over {many})."
 
 
 def say_broken(run: Run | None, name: str) -> str:
+    """Where a loss is not finite, in a sentence; nothing if it is everywhere."""
     broken = [step.number for step in run.steps if not math.isfinite(step.loss)] if run else []
     if not broken:
         return ""
@@ -157,14 +169,14 @@ def say_broken(run: Run | None, name: str) -> str:
 
 
 def speed_figure(run: Run) -> str:
+    """Tokens per second, and the share of a step in which ranks wait."""
     steps = step_range(run.steps)
     speed = curve_of(run.steps, "tokens_per_second")
     share = [(step, 100 * value) for step, value in curve_of(run.steps, "exposed_share")]
-    inside = ['<p class="readout"></p>']
-    inside.append(plot([Curve(run.name, "run", speed)], steps, title="Tokens per second", height=180, zero=True, axis=False))
-    waits = [Curve("exposed", "wait", share)]
-    title = "Exposed communication, % of the step"
-    inside.append(plot(waits, steps, title=title, height=180, zero=True, words=lambda y: f"{plain_number(y)} %"))
+    above, below = "Tokens per second", "Exposed communication, share of the step"
+    fast, waits = Curve("tokens/s", "run", speed), Curve("exposed", "wait", share)
+    inside = ['<p class="readout"></p>', plot([fast], steps, title=above, height=170, zero=True, axis=False)]
+    inside.append(plot([waits], steps, title=below, height=190, zero=True, words=lambda y: f"{plain_number(y)} %"))
     words = "Exposed: the time in which a rank does nothing but wait for others, mean over ranks."
     series = [("tokens/s", speed), ("exposed %", share)]
     inside += [f"<figcaption>{escape(words)}</figcaption>", numbers_table(series)]
@@ -184,28 +196,39 @@ def bytes_figure(run: Run) -> str:
         return figure("bytes", title, [note("No bytes were sent, as in a run in one process.")])
     bars = [(f, ours[f], theirs[f] if theirs else None) for f in families]
     bars.append(("all", sum(ours.values()), sum(theirs.values()) if theirs else None))
-    heads = ["family", "weft, bytes", "exposed, ms"]
-    rows = [[swatch(f"bar {family_class(f)}") + escape(f), f"{ours[f]:,.0f}", f"{exposed[f]:.2f}"] for f in families]
-    rows.append(["all", f"{sum(ours.values()):,.0f}", f"{sum(exposed.values()):.2f}"])
-    if plain and theirs:
-        heads += ["plain pieces, bytes", "plain / weft", "what plain pieces do"]
-        for row, f in zip(rows, families, strict=False):
-            row += [f"{theirs[f]:,.0f}", ratio(theirs[f], ours[f]), escape(plain.methods.get(f, ""))]
-        rows[-1] += [f"{sum(theirs.values()):,.0f}", ratio(sum(theirs.values()), sum(ours.values())), ""]
+    heads, kinds = ["family", "exposed, ms", "weft, bytes"], ["name", "n", "n"]
+    rows = [
+        [named(f, plain.methods.get(f, "") if plain else ""), f"{exposed[f]:.2f}", f"{ours[f]:,.0f}"] for f in families
+    ]
+    rows.append(["all", f"{sum(exposed.values()):.2f}", f"{sum(ours.values()):,.0f}"])
+    if theirs:
+        heads, kinds = [*heads, "plain, bytes", "plain / weft"], [*kinds, "n", "n"]
+        for row, (_, mine, other) in zip(rows, bars, strict=True):
+            row += [f"{other:,.0f}", ratio(other or 0.0, mine)]
     many = "1 step" if len(counted) == 1 else f"{len(counted):,} steps"
-    caption = f"Sum over ranks; weft: mean over {many}. Log scale. Exposed: seconds waited, mean over ranks."
+    caption = f"Sum over ranks; weft: mean over {many}. Log scale. Exposed: time waited per step, mean over ranks."
     if not plain:
         caption += " There is no plain.json in the run's folder, so there is nothing to compare with."
     label = f"{title}: " + ", ".join(f"{f} {size_of(ours[f])}" for f in families)
     inside = [byte_bars(bars, label), f"<figcaption>{escape(caption)}</figcaption>"]
-    return figure("bytes", title, [*inside, table(heads, rows, last_is_sum=True)])
+    return figure("bytes", title, [*inside, table(heads, rows, kinds, last_is_sum=True)])
+
+
+def named(family: str, plain_method: str) -> str:
+    """A family with its colour, and below it what plain pieces do."""
+    below = f"<small>plain: {escape(plain_method)}</small>" if plain_method else ""
+    return f"{swatch(f'bar {family_class(family)}')}{escape(family)}{below}"
 
 
 def ratio(plain: float, ours: float) -> str:
-    return f"{plain / ours:,.3g}×" if plain > 0 and ours > 0 else "–"
+    """How many times more plain pieces send."""
+    if plain <= 0 or ours <= 0:
+        return "-"
+    return f"{plain / ours:,.0f}x" if plain >= 100 * ours else f"{plain / ours:.3g}x"
 
 
 def timeline_figure(run: Run) -> str:
+    """One step on all ranks."""
     timeline = run.timeline
     title = "Timeline of one step"
     if timeline is None:
@@ -221,13 +244,18 @@ def timeline_figure(run: Run) -> str:
         f"{1000 * timeline.seconds:.3g} ms; a rank waits {100 * sum(shares) / len(shares):.1f} % of it on average, "
         f"{100 * max(shares):.1f} % at most. Upper row: work, with waits over it. Below: what is under way meanwhile."
     )
-    numbers = details("Numbers", table(["", "work, ms", "under way, ms", "exposed, ms"], rows))
-    return figure("timeline", title, [draw_timeline(timeline), legend(timeline), f"<figcaption>{escape(caption)}</figcaption>", numbers])
+    numbers = details("Numbers", table(["", "work, ms", "under way, ms", "exposed, ms"], rows, ["name", "n", "n", "n"]))
+    return figure(
+        "timeline",
+        title,
+        [draw_timeline(timeline), legend(timeline), f"<figcaption>{escape(caption)}</figcaption>", numbers],
+    )
 
 
 def config_figure(run: Run) -> str:
+    """The settings of the run."""
     title = "Configuration"
     if not run.config:
         return figure("config", title, [note("There is no config.json with settings in the run's folder.")])
     rows = [[escape(key), escape(value)] for key, value in run.config.items()]
-    return figure("config", title, [table(["setting", "value"], rows, numbers_from=2)])
+    return figure("config", title, [table(["setting", "value"], rows, ["name", "words"])])

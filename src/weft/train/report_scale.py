@@ -37,6 +37,7 @@ def round_step(length: float, count: int) -> float:
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:
+    """About ``count`` multiples of a round number."""
     step = round_step(high - low, count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [place * step for place in range(first, last + 1)]
@@ -100,16 +101,22 @@ def spread(places: list[float], apart: float, low: float, high: float) -> list[f
 
 
 def short(value: float) -> str:
-    """A number with four digits that count, thousands apart: 26,130 or 2.141 or 3.1e-05."""
+    """A number with four digits that count, thousands apart: 26,130 or 2.141 or 3.14e-5."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-4:
-        return f"{value:.2e}"
+        return scientific(f"{value:.2e}")
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def scientific(written: str) -> str:
+    """1e-5 for 1.00e-05."""
+    mantissa, exponent = written.split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def plain_number(value: float) -> str:
@@ -117,17 +124,18 @@ def plain_number(value: float) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-4:
-        mantissa, exponent = f"{value:.6e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+        return scientific(f"{value:.6e}")
     return f"{value:,.6f}".rstrip("0").rstrip(".")
 
 
-def size_of(count: float) -> str:
-    """Bytes in words, with three digits that count: 1.23 MB."""
-    if count < 999.5:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):  # noqa: B007  # the last one stays
-        count /= 1000
+def size_of(count: float, *, round_number: bool = False) -> str:
+    """Bytes in words, with three digits that count: 1.23 MB. A round number needs fewer: 10 kB."""
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB", "EB"):
         if count < 999.5:
             break
-    return f"{count:,.0f} {unit}" if count >= 99.95 else f"{count:.{1 if count >= 9.995 else 2}f} {unit}"
+        count, unit = count / 1000, larger
+    if round_number or unit == "B":
+        return f"{plain_number(round(count, 3))} {unit}"
+    digits = 2 if count < 9.995 else 1 if count < 99.95 else 0
+    return f"{count:.{digits}f} {unit}"

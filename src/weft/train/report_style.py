@@ -62,11 +62,11 @@ svg text.strong { fill: var(--ink) }
 .dot { fill: var(--c) } .ring { fill: var(--paper); stroke: var(--c); stroke-width: 1.5 }
 svg text.named { fill: var(--c) }
 .run { --c: var(--run) } .beside { --c: var(--beside) } .plainly { --c: var(--soft) } .wait { --c: var(--wait) }
-.curve.run { stroke-width: 3 } .curve.beside { stroke-width: 1.25; stroke-dasharray: 4 4; stroke-linecap: butt }
+.curve.under { stroke-width: 5; stroke-opacity: .45 } .curve.beside { stroke-width: 1.1 }
 .rule { stroke: var(--soft); stroke-width: 1; visibility: hidden }
 .bar { fill: var(--c) } .bar.plain { fill-opacity: .22; stroke: var(--c); stroke-width: 1 }
 .work { fill: var(--work); stroke: var(--paper); stroke-width: .5 }
-.under { fill: var(--paper) } .waiting { stroke: var(--wait); stroke-width: 1 }
+.blank { fill: var(--paper) } .waiting { stroke: var(--wait); stroke-width: 1 }
 .lane { fill: var(--c) }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; margin: .5rem 0 0; padding: 0; list-style: none;
   font-size: .8125rem }
@@ -74,12 +74,12 @@ svg.swatch { display: inline-block; width: .7em; height: .7em; margin: 0 .4em 0 
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; margin-top: .75rem; font-size: .8125rem; width: 100% }
 th { font-weight: 600; text-align: left; vertical-align: bottom; border-bottom: 1px solid var(--ink) }
-th, td { padding: .25rem 1.1rem .25rem 0; vertical-align: top }
+th, td { padding: .25rem 1.1rem .25rem 0; vertical-align: top } th:last-child, td:last-child { padding-right: 0 }
 td { border-bottom: 1px solid var(--line) }
 th.n, td.n { text-align: right; white-space: nowrap }
 tr.sum td { border-top: 1px solid var(--ink); font-weight: 600 }
-td.name { white-space: nowrap }
-#config td { overflow-wrap: anywhere } #config td.name { width: 40%; white-space: normal; color: var(--soft) }
+td small { display: block; color: var(--soft); font-size: .75rem } #bytes td.name { min-width: 9.5rem }
+#config td { overflow-wrap: anywhere } #config td.name { width: 40%; color: var(--soft) }
 details { margin-top: .75rem; font-size: .875rem }
 summary { cursor: pointer; color: var(--soft) }
 code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, monospace }
@@ -87,7 +87,7 @@ code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, monospace }
   body { padding: 1.75rem 1rem 3rem }
   dl { grid-template-columns: repeat(2, 1fr) }
   figure { margin-top: 2.5rem }
-  svg.wide { display: none } svg.narrow { display: block }
+  svg.wide { display: none } svg.narrow { display: block; max-width: 27rem }
 }
 @media print {
   body { padding: 0; max-width: none; font-size: 11pt } .readout { display: none } summary { list-style: none }
