@@ -125,6 +125,12 @@ def test_the_timeline_has_a_row_for_each_rank_and_kind(run: Path) -> None:
     assert width[0] == pytest.approx(2 * width[2], abs=0.2) and y[0] == y[1] == y[2] < y[3] < y[4]
 
 
+def test_each_family_has_a_lane_of_its_own(run: Path) -> None:
+    drawn = re.findall(r'<svg class="timeline wide".*?</svg>', figure(page_of(run), "timeline"), re.DOTALL)[0]
+    lanes = {(style, float(y)) for style, y in re.findall(r'<rect class="lane (f\d)" x="[\d.]+" y="([\d.]+)"', drawn)}
+    assert len(lanes) == 4 * len(FAMILIES) == len({y for _, y in lanes})  # six families on each of four ranks
+
+
 def test_the_configuration_is_flattened(run: Path) -> None:
     text = words(figure(page_of(run), "config"))
     assert "mesh.dp 2 mesh.cp 2 mesh.tp 1" in text and 'model.layers ["linear", ' in text and "data null" in text
