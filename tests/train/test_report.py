@@ -83,7 +83,7 @@ def test_bytes_are_compared_family_by_family(run: Path) -> None:
         total += ours
         ratio = "-" if not plain else f"{plain / ours:,.0f}x" if plain > 100 * ours else f"{plain / ours:.3g}x"
         below = f" plain: {method}" if method else ""
-        assert f" {family}{below} {exposed:.2f} {ours:,.0f} {plain:,.0f} {ratio} " in text
+        assert f" {family}{below} {ours:,.0f} {plain:,.0f} {ratio} {exposed:.2f} " in text
         assert f" {family}: weft {size_of(ours)} " in text
     everything = sum(plain for _, plain, _ in made_up_run.FAMILIES.values())
     assert f" {total:,.0f} {everything:,.0f} {everything / total:.3g}x" in text

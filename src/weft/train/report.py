@@ -78,7 +78,7 @@ def assemble(run: Run, beside: Run | None) -> str:
 def subtitle(run: Run) -> str:
     """When the run ended, and where it is."""
     written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime, UTC)
-    return f"weft. Last step written {written:%Y-%m-%d %H:%M} UTC. Folder: {run.folder.resolve()}"
+    return f"Trained with weft. Last step written {written:%Y-%m-%d %H:%M} UTC, in {run.folder.resolve()}"
 
 
 def summary(run: Run) -> str:

@@ -126,9 +126,10 @@ def step_axis(along: Scale, bottom: float, count: int) -> list[str]:
 def draw(curve: Curve, along: Scale, up: Scale, columns: int) -> list[str]:
     """A point that stands alone is a dot, as a line through one point cannot be seen."""
     if curve.mark:
-        radius = 3.5 if curve.mark == "dot" else 5.5
         finite = [point for point in thin(curve.points, columns // 2) if math.isfinite(point[1])]
-        return [f'<circle class="{curve.mark} {curve.style}" cx="{along(x):.1f}" cy="{up(y):.1f}" r="{radius}"/>'
+        small = len(finite) > columns // 3  # so near to one another that they would hide the lines
+        radius = (1.6 if small else 3.5) * (1.6 if curve.mark == "ring" else 1)
+        return [f'<circle class="{curve.mark} {curve.style}" cx="{along(x):.1f}" cy="{up(y):.1f}" r="{radius:.1f}"/>'
                 for x, y in finite]  # fmt: skip
     drawn = []
     for piece in pieces(thin(curve.points, columns)):

@@ -196,22 +196,19 @@ def bytes_figure(run: Run) -> str:
         return figure("bytes", title, [note("No bytes were sent, as in a run in one process.")])
     bars = [(f, ours[f], theirs[f] if theirs else None) for f in families]
     bars.append(("all", sum(ours.values()), sum(theirs.values()) if theirs else None))
-    heads, kinds = ["family", "exposed, ms", "weft, bytes"], ["name", "n", "n"]
-    rows = [
-        [named(f, plain.methods.get(f, "") if plain else ""), f"{exposed[f]:.2f}", f"{ours[f]:,.0f}"] for f in families
-    ]
-    rows.append(["all", f"{sum(exposed.values()):.2f}", f"{sum(ours.values()):,.0f}"])
-    if theirs:
-        heads, kinds = [*heads, "plain, bytes", "plain / weft"], [*kinds, "n", "n"]
-        for row, (_, mine, other) in zip(rows, bars, strict=True):
-            row += [f"{other:,.0f}", ratio(other or 0.0, mine)]
+    heads = ["family", "weft, bytes", *(["plain, bytes", "plain / weft"] if theirs else []), "exposed, ms"]
+    rows = []
+    for f, mine, other in bars:
+        name = f if f == "all" else named(f, plain.methods.get(f, "") if plain else "")
+        compared = [] if other is None else [f"{other:,.0f}", ratio(other, mine)]
+        rows.append([name, f"{mine:,.0f}", *compared, f"{sum(exposed.values()) if f == 'all' else exposed[f]:.2f}"])
     many = "1 step" if len(counted) == 1 else f"{len(counted):,} steps"
     caption = f"Sum over ranks; weft: mean over {many}. Log scale. Exposed: time waited per step, mean over ranks."
     if not plain:
         caption += " There is no plain.json in the run's folder, so there is nothing to compare with."
     label = f"{title}: " + ", ".join(f"{f} {size_of(ours[f])}" for f in families)
     inside = [byte_bars(bars, label), f"<figcaption>{escape(caption)}</figcaption>"]
-    return figure("bytes", title, [*inside, table(heads, rows, kinds, last_is_sum=True)])
+    return figure("bytes", title, [*inside, table(heads, rows, ["name"] + ["n"] * (len(heads) - 1), last_is_sum=True)])
 
 
 def named(family: str, plain_method: str) -> str:

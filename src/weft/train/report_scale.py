@@ -123,7 +123,7 @@ def plain_number(value: float) -> str:
     """A tick: no digit more than it needs."""
     if value == 0:
         return "0"
-    if abs(value) >= 1e7 or abs(value) < 1e-4:
+    if abs(value) >= 1e6 or abs(value) < 1e-4:
         return scientific(f"{value:.6e}")
     return f"{value:,.6f}".rstrip("0").rstrip(".")
 

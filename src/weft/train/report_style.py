@@ -48,7 +48,7 @@ dd small { color: var(--soft); font-size: .8125rem }
 figure { margin: 3.5rem 0 0; break-inside: avoid }
 figure#config { break-inside: auto }
 figcaption, .note { color: var(--soft); font-size: .875rem; max-width: 42rem }
-figcaption { margin-top: .5rem }
+figcaption { margin-top: .5rem } header + .note { margin-top: 1rem }
 .readout { margin: 0; min-height: 1.4rem; font-size: .8125rem; color: var(--soft) }
 svg { display: block; width: 100%; height: auto; margin-top: .75rem; overflow: visible }
 svg.narrow { display: none }
