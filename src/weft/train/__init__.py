@@ -1,1 +1,1 @@
-"""The trainer: a hybrid language model that uses every family at once, its data, loop, checkpoints and report."""
+"""The trainer: a hybrid language model that uses every family, its runs and their reports."""

@@ -56,7 +56,7 @@ def write_report(run: Path, *, beside: Path | None = None, out: Path | None = No
 def assemble(run: Run, beside: Run | None) -> str:
     """The whole page."""
     title = escape(f"Training run {run.folder.resolve().name}")
-    notes = run.notes + [f"{beside.folder}: {words}" for words in (beside.notes if beside else [])]
+    notes = run.notes + ([f"{beside.folder}: {words}" for words in beside.notes] if beside else [])
     parts = [
         f"<header>\n<h1>{title}</h1>\n<p>{escape(subtitle(run))}</p>\n{summary(run)}\n</header>",
         *(figures.note(words) for words in notes),
@@ -76,8 +76,9 @@ def assemble(run: Run, beside: Run | None) -> str:
 
 
 def subtitle(run: Run) -> str:
+    """When the run ended, and where it is."""
     written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime, UTC)
-    return f"weft. Last step written {written:%Y-%m-%d %H:%M} UTC. Folder: {run.folder.resolve()}"
+    return f"Trained with weft. Last step written {written:%Y-%m-%d %H:%M} UTC, in {run.folder.resolve()}"
 
 
 def summary(run: Run) -> str:
@@ -91,15 +92,11 @@ def summary(run: Run) -> str:
     lasted = sum(step.seconds for step in timed)
     items = [
         ("Final loss", short(steps[-1].loss), ""),
-        (
-            "Validation loss",
-            short(valid[-1].valid_loss) if valid else "–",
-            f"step {valid[-1].number:,}" if valid else "",
-        ),
+        ("Validation loss", *((short(valid[-1].valid_loss), f"step {valid[-1].number:,}") if valid else ("-", ""))),
         ("Steps", f"{len(steps):,}", f"in {seconds:,.0f} s" if seconds else ""),
-        ("Ranks", "–" if run.ranks is None else f"{run.ranks:,}", ""),
-        ("Tokens per second", f"{statistics.median(speeds):,.0f}" if speeds else "–", "median"),
-        ("Exposed communication", f"{100 * waited / lasted:.1f} %" if lasted else "–", "of the time of all steps"),
+        ("Ranks", "-" if run.ranks is None else f"{run.ranks:,}", ""),
+        ("Tokens per second", f"{statistics.median(speeds):,.0f}" if speeds else "-", "median"),
+        ("Exposed communication", f"{100 * waited / lasted:.1f} %" if lasted else "-", "of the time of all steps"),
     ]
     cells = [f"<div><dt>{name}</dt><dd>{escape(value)} <small>{more}</small></dd></div>" for name, value, more in items]
     return f"<dl>{''.join(cells)}</dl>"

@@ -40,15 +40,18 @@ def svg(kind: str, width: str, height: float, label: str, inside: list[str], mor
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """Words whose baseline is at y."""
     named = f' class="{kind}"' if kind else ""
     return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'
 
 
 def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    """A straight line."""
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
 def rectangle(kind: str, x: float, y: float, width: float, height: float, title: str = "", more: str = "") -> str:
+    """A rectangle, with words for a pointer that rests on it."""
     hint = f"><title>{escape(title)}</title></rect>" if title else "/>"
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{more}{hint}'
 
@@ -78,7 +81,7 @@ def plot(
 ) -> str:
     """Curves over steps ``first..last``, for both widths. Values on a log scale must be positive or not finite.
 
-    ``words`` writes the values at the ticks, ``axis`` says whether the numbers of the steps stand below, and ``room`` is
+    ``words`` writes the values at the ticks and ``axis`` says whether the numbers of the steps stand below. ``room`` is
     how many letters the names at the ends need: plots of one figure have the same, so that their steps are aligned.
     """
     values = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
@@ -89,7 +92,7 @@ def plot(
     for width, pixels in WIDTHS.items():
         top, bottom = 26.0, height - (34.0 if axis else 8.0)
         up = fit(values, bottom, top, log=log, zero=zero)
-        ticks = up.ticks(max(2, int((bottom - top) / 36)))
+        ticks = up.ticks(max(2, int((bottom - top) / 30)))
         left, right = LEFT, pixels - 14 - LETTER * room
         along = Scale(first, last, left, right)
         inside = [text(0, 12, title, "strong")]
@@ -123,9 +126,10 @@ def step_axis(along: Scale, bottom: float, count: int) -> list[str]:
 def draw(curve: Curve, along: Scale, up: Scale, columns: int) -> list[str]:
     """A point that stands alone is a dot, as a line through one point cannot be seen."""
     if curve.mark:
-        radius = 3.5 if curve.mark == "dot" else 5.5
         finite = [point for point in thin(curve.points, columns // 2) if math.isfinite(point[1])]
-        return [f'<circle class="{curve.mark} {curve.style}" cx="{along(x):.1f}" cy="{up(y):.1f}" r="{radius}"/>'
+        small = len(finite) > columns // 3  # so near to one another that they would hide the lines
+        radius = (1.6 if small else 3.5) * (1.6 if curve.mark == "ring" else 1)
+        return [f'<circle class="{curve.mark} {curve.style}" cx="{along(x):.1f}" cy="{up(y):.1f}" r="{radius:.1f}"/>'
                 for x, y in finite]  # fmt: skip
     drawn = []
     for piece in pieces(thin(curve.points, columns)):
@@ -142,7 +146,7 @@ def end_labels(curves: list[Curve], up: Scale, right: float, top: float, bottom:
     """The names of curves where they end, moved apart."""
     found = [(curve, [y for _, y in curve.points if math.isfinite(y)]) for curve in curves]
     named = [(curve, up(values[-1])) for curve, values in found if values]
-    places = spread([place for _, place in named], 15, top, bottom)
+    places = spread([place for _, place in named], 15, top, bottom - 8)
     return [
         text(right + 10, y + 4, curve.name, f"named {curve.style}") for (curve, _), y in zip(named, places, strict=True)
     ]

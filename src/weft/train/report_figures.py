@@ -16,11 +16,13 @@ ROWS = 100  # of the table behind a figure; all steps are in metrics.jsonl
 
 
 def figure(name: str, title: str, inside: list[str], more: str = "") -> str:
+    """One figure of the page; parts that are empty are left out."""
     body = "\n".join(part for part in inside if part)
     return f'<figure id="{name}" aria-label="{escape(title)}"{more}>\n<h2>{escape(title)}</h2>\n{body}\n</figure>'
 
 
 def note(words: str) -> str:
+    """A sentence in place of what is not there."""
     return f'<p class="note">{escape(words)}</p>'
 
 
@@ -38,6 +40,7 @@ def table(heads: list[str], rows: list[list[str]], kinds: list[str], *, last_is_
 
 
 def details(summary: str, inside: str) -> str:
+    """Something a reader may open."""
     return f"<details><summary>{escape(summary)}</summary>\n{inside}\n</details>"
 
 
@@ -49,10 +52,12 @@ def step_range(*runs: list[Step]) -> tuple[float, float]:
 
 
 def curve_of(steps: list[Step], key: str) -> list[Point]:
+    """A number of each step, over steps."""
     return [(step.number, getattr(step, key)) for step in steps]
 
 
 def there(points: list[Point]) -> list[Point]:
+    """The points whose value is finite."""
     return [point for point in points if math.isfinite(point[1])]
 
 
@@ -91,6 +96,7 @@ def numbers_table(series: list[tuple[str, list[Point]]]) -> str:
 
 
 def loss_figure(run: Run, beside: Run | None) -> str:
+    """Both losses on one plot, and how far they are apart."""
     other = beside.steps if beside else []
     name, other_name = names(run, beside)
     mine, theirs = curve_of(run.steps, "loss"), curve_of(other, "loss")
@@ -143,16 +149,18 @@ def names(run: Run, beside: Run | None) -> tuple[str, str]:
 
 
 def say_difference(apart: list[Point]) -> str:
+    """The largest relative difference, in a sentence."""
     if not apart:
         return "The two runs have no step in common."
     step, largest = max(apart, key=lambda point: point[1])
     many = "1 step" if len(apart) == 1 else f"{len(apart):,} steps"
     if largest == 0:
         return f"The losses of the two runs are equal to the bit at all of {many}."
-    return f"The losses of the two runs differ by at most {largest:.2g} relative (step {step:,.0f}, over {many})."
+    return f"The losses of the two runs differ by at most {short(largest)} relative (step {step:,.0f}, over {many})."
 
 
 def say_broken(run: Run | None, name: str) -> str:
+    """Where a loss is not finite, in a sentence; nothing if it is everywhere."""
     broken = [step.number for step in run.steps if not math.isfinite(step.loss)] if run else []
     if not broken:
         return ""
@@ -161,6 +169,7 @@ def say_broken(run: Run | None, name: str) -> str:
 
 
 def speed_figure(run: Run) -> str:
+    """Tokens per second, and the share of a step in which ranks wait."""
     steps = step_range(run.steps)
     speed = curve_of(run.steps, "tokens_per_second")
     share = [(step, 100 * value) for step, value in curve_of(run.steps, "exposed_share")]
@@ -187,31 +196,36 @@ def bytes_figure(run: Run) -> str:
         return figure("bytes", title, [note("No bytes were sent, as in a run in one process.")])
     bars = [(f, ours[f], theirs[f] if theirs else None) for f in families]
     bars.append(("all", sum(ours.values()), sum(theirs.values()) if theirs else None))
-    heads = ["family", "weft, bytes", "exposed, ms"]
-    rows = [[swatch(f"bar {family_class(f)}") + escape(f), f"{ours[f]:,.0f}", f"{exposed[f]:.2f}"] for f in families]
-    rows.append(["all", f"{sum(ours.values()):,.0f}", f"{sum(exposed.values()):.2f}"])
-    if plain and theirs:
-        heads += ["plain pieces, bytes", "plain / weft", "what plain pieces do"]
-        for row, f in zip(rows, families, strict=False):
-            row += [f"{theirs[f]:,.0f}", ratio(theirs[f], ours[f]), escape(plain.methods.get(f, ""))]
-        rows[-1] += [f"{sum(theirs.values()):,.0f}", ratio(sum(theirs.values()), sum(ours.values())), ""]
+    heads = ["family", "weft, bytes", *(["plain, bytes", "plain / weft"] if theirs else []), "exposed, ms"]
+    rows = []
+    for f, mine, other in bars:
+        name = f if f == "all" else named(f, plain.methods.get(f, "") if plain else "")
+        compared = [] if other is None else [f"{other:,.0f}", ratio(other, mine)]
+        rows.append([name, f"{mine:,.0f}", *compared, f"{sum(exposed.values()) if f == 'all' else exposed[f]:.2f}"])
     many = "1 step" if len(counted) == 1 else f"{len(counted):,} steps"
     caption = f"Sum over ranks; weft: mean over {many}. Log scale. Exposed: time waited per step, mean over ranks."
     if not plain:
         caption += " There is no plain.json in the run's folder, so there is nothing to compare with."
     label = f"{title}: " + ", ".join(f"{f} {size_of(ours[f])}" for f in families)
     inside = [byte_bars(bars, label), f"<figcaption>{escape(caption)}</figcaption>"]
-    kinds = ["name", "n", "n", "n", "n", "words"][: len(heads)]
-    return figure("bytes", title, [*inside, table(heads, rows, kinds, last_is_sum=True)])
+    return figure("bytes", title, [*inside, table(heads, rows, ["name"] + ["n"] * (len(heads) - 1), last_is_sum=True)])
+
+
+def named(family: str, plain_method: str) -> str:
+    """A family with its colour, and below it what plain pieces do."""
+    below = f"<small>plain: {escape(plain_method)}</small>" if plain_method else ""
+    return f"{swatch(f'bar {family_class(family)}')}{escape(family)}{below}"
 
 
 def ratio(plain: float, ours: float) -> str:
+    """How many times more plain pieces send."""
     if plain <= 0 or ours <= 0:
-        return "–"
-    return f"{plain / ours:,.0f}×" if plain >= 100 * ours else f"{plain / ours:.3g}×"
+        return "-"
+    return f"{plain / ours:,.0f}x" if plain >= 100 * ours else f"{plain / ours:.3g}x"
 
 
 def timeline_figure(run: Run) -> str:
+    """One step on all ranks."""
     timeline = run.timeline
     title = "Timeline of one step"
     if timeline is None:
@@ -236,6 +250,7 @@ def timeline_figure(run: Run) -> str:
 
 
 def config_figure(run: Run) -> str:
+    """The settings of the run."""
     title = "Configuration"
     if not run.config:
         return figure("config", title, [note("There is no config.json with settings in the run's folder.")])

@@ -128,9 +128,10 @@ def read_run(folder: Path) -> Run:
 
 
 def read_steps(path: Path) -> tuple[list[Step], int]:
-    """The steps, and how many lines were none. A half-written last line is what a killed run leaves: it counts for neither.
+    """The steps, and how many lines were none.
 
-    A run that was resumed may have written a step twice: the later line holds.
+    A half-written last line is what a killed run leaves: it counts for neither. A run that was resumed may have written
+    a step twice: the later line holds.
     """
     steps: dict[int, Step] = {}
     unreadable = 0
@@ -166,6 +167,7 @@ def parse(text: str) -> Any:
 
 
 def to_step(line: Any) -> Step | None:
+    """A step from a line, or None if it is none."""
     if not isinstance(line, dict) or (step := to_count(line.get("step"))) is None:
         return None
     numbers = {key: to_number(line.get(key)) for key in ("loss", "valid_loss", "seconds", "tokens_per_second")}
@@ -176,6 +178,7 @@ def to_step(line: Any) -> Step | None:
 
 
 def to_plain(content: dict[str, Any]) -> Plain:
+    """The bytes of plain pieces, as far as they are there."""
     methods = content.get("methods")
     words = {str(family): str(method) for family, method in methods.items()} if isinstance(methods, dict) else {}
     return Plain(sizes(content.get("bytes")), words, to_count(content.get("ranks")) or None)
@@ -202,6 +205,7 @@ def to_timeline(content: dict[str, Any]) -> Timeline | None:
 
 
 def to_span(entry: Any) -> Span | None:
+    """A span, or None if it has no known kind or no length."""
     if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
         return None
     start, end = to_number(entry.get("start")), to_number(entry.get("end"))
@@ -211,6 +215,7 @@ def to_span(entry: Any) -> Span | None:
 
 
 def as_list(value: Any) -> list[Any]:
+    """The value if it is a list, or an empty one."""
     return value if isinstance(value, list) else []
 
 
@@ -223,12 +228,14 @@ def sizes(value: Any) -> dict[str, float]:
 
 
 def to_number(value: Any) -> float:
+    """The number, or NaN for what is none or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         return math.nan
     return float(value) if abs(value) > 1 / LARGEST else 0.0
 
 
 def to_count(value: Any) -> int | None:
+    """The whole number from zero on, or None."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
         return None
     return value

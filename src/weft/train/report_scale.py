@@ -37,6 +37,7 @@ def round_step(length: float, count: int) -> float:
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:
+    """About ``count`` multiples of a round number."""
     step = round_step(high - low, count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [place * step for place in range(first, last + 1)]
@@ -100,25 +101,30 @@ def spread(places: list[float], apart: float, low: float, high: float) -> list[f
 
 
 def short(value: float) -> str:
-    """A number with four digits that count, thousands apart: 26,130 or 2.141 or 3.1e-05."""
+    """A number with four digits that count, thousands apart: 26,130 or 2.141 or 3.14e-5."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-4:
-        return f"{value:.2e}"
+        return scientific(f"{value:.2e}")
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def scientific(written: str) -> str:
+    """1e-5 for 1.00e-05."""
+    mantissa, exponent = written.split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def plain_number(value: float) -> str:
     """A tick: no digit more than it needs."""
     if value == 0:
         return "0"
-    if abs(value) >= 1e7 or abs(value) < 1e-4:
-        mantissa, exponent = f"{value:.6e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    if abs(value) >= 1e6 or abs(value) < 1e-4:
+        return scientific(f"{value:.6e}")
     return f"{value:,.6f}".rstrip("0").rstrip(".")
 
 

@@ -48,7 +48,7 @@ dd small { color: var(--soft); font-size: .8125rem }
 figure { margin: 3.5rem 0 0; break-inside: avoid }
 figure#config { break-inside: auto }
 figcaption, .note { color: var(--soft); font-size: .875rem; max-width: 42rem }
-figcaption { margin-top: .5rem }
+figcaption { margin-top: .5rem } header + .note { margin-top: 1rem }
 .readout { margin: 0; min-height: 1.4rem; font-size: .8125rem; color: var(--soft) }
 svg { display: block; width: 100%; height: auto; margin-top: .75rem; overflow: visible }
 svg.narrow { display: none }
@@ -78,8 +78,8 @@ th, td { padding: .25rem 1.1rem .25rem 0; vertical-align: top } th:last-child, t
 td { border-bottom: 1px solid var(--line) }
 th.n, td.n { text-align: right; white-space: nowrap }
 tr.sum td { border-top: 1px solid var(--ink); font-weight: 600 }
-td.name { white-space: nowrap } td.words { min-width: 11rem }
-#config td { overflow-wrap: anywhere } #config td.name { width: 40%; white-space: normal; color: var(--soft) }
+td small { display: block; color: var(--soft); font-size: .75rem } #bytes td.name { min-width: 9.5rem }
+#config td { overflow-wrap: anywhere } #config td.name { width: 40%; color: var(--soft) }
 details { margin-top: .75rem; font-size: .875rem }
 summary { cursor: pointer; color: var(--soft) }
 code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, monospace }

@@ -34,6 +34,7 @@ def merge(spans: list[Span], nearest: float, *, by_name: bool) -> list[Span]:
 
 
 def joined_names(one: str, other: str) -> str:
+    """Names of spans that became one; a long list is cut."""
     if other in one.split(", ") or one.endswith("…"):
         return one
     return f"{one}, {other}" if len(one) + len(other) < 60 else f"{one}, …"
@@ -45,6 +46,7 @@ def length(spans: list[Span], kind: str) -> float:
 
 
 def families_of(timeline: Timeline) -> list[str]:
+    """Families that have something under way."""
     return in_order(span.family for _, spans in timeline.ranks for span in spans if span.kind == "under way")
 
 
@@ -66,7 +68,7 @@ def draw_timeline(timeline: Timeline) -> str:
             f'<defs><pattern id="{hatch}" width="5" height="5" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><rect class="bar wait" width="2.6" height="5"/></pattern></defs>'
         ]
-        for tick in milliseconds.ticks(8 if width == "wide" else 4):
+        for tick in milliseconds.ticks(10 if width == "wide" else 4):
             x = milliseconds(tick)
             inside += [line("grid", x, 0, x, bottom), text(x, bottom + 16, plain_number(tick), "middle")]
         inside += [line("base", left, bottom, right, bottom), text(0, bottom + 16, "ms")]
@@ -89,6 +91,7 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def draw_work(spans: list[Span], along: Scale, y: float, nearest: float) -> list[str]:
+    """Pieces of work, with their names where there is room."""
     drawn = []
     for span in merge([s for s in spans if s.kind == "work"], nearest, by_name=True):
         start, end = along(span.start), along(span.end)
@@ -110,6 +113,7 @@ def draw_waits(spans: list[Span], along: Scale, y: float, nearest: float, hatch:
 
 
 def took(span: Span) -> str:
+    """How long a span is, and since when."""
     return f"{1000 * (span.end - span.start):.3g} ms from {1000 * span.start:.3g} ms"
 
 
@@ -124,8 +128,10 @@ def legend(timeline: Timeline) -> str:
 
 
 def swatch(kind: str) -> str:
+    """A small square in the colour of a class."""
     return swatch_of(f'<rect class="{kind}" width="10" height="10"/>')
 
 
 def swatch_of(inside: str) -> str:
+    """A small square with something in it."""
     return f'<svg class="swatch" viewBox="0 0 10 10" aria-hidden="true">{inside}</svg>'
