@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import weft
 from small_run import SMALL, furthest, losses_of, train_alone, train_on_mesh, virtual_mesh
 from worlds import use_rules, virtual_world
 
+import weft
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
 
