@@ -38,7 +38,7 @@ def batch(step: int) -> Tensor:
 def train(axis: weft.Axis, steps: int = 60) -> list[float]:
     """The loop; returns this rank's shares of the losses."""
     model = Model()
-    optimizer = weft.ShardedAdamW(model.parameters(), lr=0.01, group=axis)  # takes the mean of the ranks' gradients
+    optimizer = weft.ShardedAdamW(model.parameters(), lr=0.01, clip=1.0, group=axis)  # takes the mean of gradients
     shares = []
     for step in range(steps):
         whole = batch(step)

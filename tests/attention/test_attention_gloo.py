@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -128,16 +126,3 @@ def refused(axis: weft.Axis) -> str:
 def test_wrong_strides_on_one_rank_are_refused_on_all(pool: ProcessWorld) -> None:
     for words in pool.run(refused)[:3]:
         assert "2 key/value heads cannot be split into strides (2, 1) (rank 1); strides must sum to 2" in words
-
-
-def run_example(axis: weft.Axis, path: str) -> list[float]:
-    return runpy.run_path(path)["train"](axis, 10)
-
-
-def test_the_example_follows_one_process(pool: ProcessWorld) -> None:
-    path = Path(__file__).parents[2] / "examples" / "attention.py"
-    assert len(path.read_text().splitlines()) < 60
-    alone = run_example(weft.Axis.of(None), str(path))
-    assert alone[-1] < 0.9 * alone[0]
-    together = [sum(shares) for shares in zip(*pool.run(run_example, str(path)), strict=True)]
-    assert together == pytest.approx(alone, rel=1e-5)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,16 +167,3 @@ def test_as_flash_linear_attention(decay: str) -> None:
         for index, wanted in enumerate([o, *true]):
             got = torch.cat([one[index] for one in slices], dim=1)
             assert ((got - wanted).abs().max() / wanted.abs().max()).item() < 2e-5
-
-
-def run_example(axis: weft.Axis, path: str) -> list[float]:
-    return runpy.run_path(path)["train"](axis, 10)
-
-
-def test_the_example_follows_one_process(pool: ProcessWorld) -> None:
-    path = Path(__file__).parents[2] / "examples" / "linear_attention.py"
-    assert len(path.read_text().splitlines()) < 60
-    alone = run_example(weft.Axis.of(None), str(path))
-    assert alone[-1] < 0.9 * alone[0]
-    together = [sum(shares) for shares in zip(*pool.run(run_example, str(path)), strict=True)]
-    assert together == pytest.approx(alone, rel=1e-5)
