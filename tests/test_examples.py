@@ -1,4 +1,4 @@
-"""The examples of a sequence over ranks train as one process does; those of other families are run beside their tests."""
+"""Examples of a sequence over ranks train as one process does; those of other families are run beside their tests."""
 
 from __future__ import annotations
 
