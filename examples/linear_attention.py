@@ -1,0 +1,59 @@
+"""Linear attention over a sequence on two ranks, in a plain training loop: python examples/linear_attention.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.sequence import Sequence
+
+
+class Model(nn.Module):
+    """Two gated linear attention layers. All weights are on every rank; x is its part of the sequence."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.embed, self.head = heads, nn.Embedding(10, width), nn.Linear(width, 10)
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.gate = nn.ModuleList(nn.Linear(width, heads) for _ in range(2))
+
+    def forward(self, ids: Tensor, sequence: Sequence) -> Tensor:
+        x = self.embed(ids)
+        for qkv, gate in zip(self.qkv, self.gate, strict=True):
+            q, k, v = qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [B, T, H, D], T tokens of this rank
+            g = nn.functional.logsigmoid(gate(x) + 2)  # the log of the decay, [B, T, H]
+            o, _ = weft.linear_attention(q, k, v, g, sequence=sequence)
+            x = x + nn.functional.rms_norm(o.flatten(2), x.shape[-1:])
+        return self.head(x)
+
+
+def batch(step: int) -> Tensor:
+    """The same on all ranks of a sequence: each row counts in steps of its own, so the past has to be known."""
+    start, stride = torch.randint(1, 10, (2, 8, 1), generator=torch.Generator().manual_seed(step))
+    return (start + stride * torch.arange(52)) % 10
+
+
+def train(axis: weft.Axis, steps: int = 60) -> list[float]:
+    """The loop; returns this rank's shares of the losses."""
+    model = Model()
+    optimizer = weft.ShardedAdamW(model.parameters(), lr=0.01, clip=1.0, group=axis)  # takes the mean of gradients
+    shares = []
+    for step in range(steps):
+        whole = batch(step)
+        ids, targets = (weft.shard(x, 1, group=axis) for x in (whole[:, :-1], whole[:, 1:]))  # shifted, then cut
+        sequence = weft.sequence(ids.shape[1], group=axis)  # once for each batch: every layer knows all lengths
+        logits = model(ids, sequence).flatten(0, 1)
+        share = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / whole[:, 1:].numel()
+        (share * axis.size).backward()  # shares add up to the loss, so their gradients are to be summed
+        optimizer.step()
+        optimizer.zero_grad()
+        shares.append(share.item())
+    return shares
+
+
+if __name__ == "__main__":
+    alone, ranks = train(weft.Axis.of(None)), weft.launch(train, 2)
+    assert all(abs(sum(shares) - one) < 1e-4 for *shares, one in zip(*ranks, alone, strict=True))
+    print(f"loss {alone[0]:.3f} -> {alone[-1]:.3f}, the same on two ranks as in one process")
