@@ -33,9 +33,9 @@ def train_virtually(dp: int, cp: int, **changes: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("dtype", ["fp64", slow("fp32")])
-@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 2), (2, 2), (1, 4), slow(4, 1), slow(2, 3)])
+@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 2), (2, 2), (1, 4), slow(3, 1), slow(2, 3)])
 def test_data_and_context_ranks(dp: int, cp: int, dtype: str) -> None:
-    """Sequences of 47 tokens do not divide by the ranks; every rank reports the same loss, to the bit."""
+    """Sequences of 31 tokens do not divide by the ranks; every rank reports the same loss, to the bit."""
     found = train_virtually(dp, cp, dtype=dtype)
     assert all(losses == found[0] for losses in found)
     assert furthest(found[0], alone(dtype=dtype)) < TOLERANCE[dtype]

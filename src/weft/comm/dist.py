@@ -284,10 +284,22 @@ def joined_world(timeout: timedelta | None = None) -> Iterator[Axis | None]:
     if torch.cuda.is_available():  # not run: no GPU where this was written
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **_rendezvous(timeout))
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **_rendezvous(timeout))
     try:
         yield Axis.of(None)
     finally:
         dist.destroy_process_group()
+
+
+def _rendezvous(timeout: timedelta | None) -> dict[str, Any]:
+    """Where ranks that torchrun has started again meet: apart from the addresses that their earlier lives left there.
+
+    torch 2.13 keeps one store over all restarts, and Gloo then tries to connect to ranks that are gone.
+    """
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if life == "0":
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
+    return {"store": dist.PrefixStore(f"life {life}", store), "rank": rank, "world_size": size}

@@ -14,13 +14,13 @@ from weft.train.config import TrainConfig
 from weft.train.metrics import FAMILIES
 from weft.train.trainer import StepResult
 
-_WHO = {
-    "linear attention": "states, between context ranks",
-    "softmax attention": "keys and values and their gradients, between context ranks",
-    "embedding rows": "rows of the bigram table and their gradients, between all ranks",
-    "REKLS": "gradients of matrices to owners, updates back",
-    "AdamW": "gradients of embeddings, head and norms to owners, weights back",
-    "agreeing": "lengths, norms, losses, verdicts: integers",
+_WHAT = {
+    "linear attention": "states",
+    "softmax attention": "keys, values, gradients",
+    "embedding rows": "rows, gradients",
+    "REKLS": "gradients, updates",
+    "AdamW": "gradients, weights",
+    "agreeing": "integers, losses",
 }
 
 
@@ -67,11 +67,11 @@ def traffic_table(lines: Iterable[dict[str, Any]], ranks: int) -> Table:
     taken = taken[1:] or taken
     seconds = sum(line["seconds"] for line in taken)
     table = Table(title=f"A step on {ranks} ranks", title_justify="left")
-    for name in ("family", "what crosses ranks", "MB sent by all ranks", "exposed ms", "% of the step"):
-        table.add_column(name, justify="left" if name in ("family", "what crosses ranks") else "right")
+    for name in ("family", "what is sent", "MB, all ranks", "exposed ms", "% of step"):
+        table.add_column(name, justify="left" if name in ("family", "what is sent") else "right")
     for family in FAMILIES:
         sent = sum(line["bytes"][family] for line in taken) / len(taken)
         exposed = sum(line["exposed"][family] for line in taken)
         share = 100 * exposed / seconds
-        table.add_row(family, _WHO[family], f"{sent / 1e6:.3f}", f"{1e3 * exposed / len(taken):.1f}", f"{share:.1f}")
+        table.add_row(family, _WHAT[family], f"{sent / 1e6:.3f}", f"{1e3 * exposed / len(taken):.1f}", f"{share:.1f}")
     return table
