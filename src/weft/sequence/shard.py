@@ -34,8 +34,13 @@ def shard(
     if fault is not None:  # nobody waits for anybody here
         raise fault
     lengths = shard_lengths(x.shape[dim], layout, axis.size) if sequence is None else sequence.lengths
-    mine = [x.narrow(dim, run.offset, run.length) for run in lay_out(lengths, layout) if run.rank == axis.rank]
-    return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, dim)
+    return cut(x, dim, lengths, layout, axis.rank)
+
+
+def cut(x: Tensor, dim: int, lengths: tuple[int, ...], layout: str, rank: int) -> Tensor:
+    """The slice of any rank, where the ranks hold these many tokens."""
+    runs = [x.narrow(dim, run.offset, run.length) for run in lay_out(lengths, layout) if run.rank == rank]
+    return runs[0].contiguous() if len(runs) == 1 else torch.cat(runs, dim)
 
 
 @eager

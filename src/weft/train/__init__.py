@@ -1,0 +1,1 @@
+"""The trainer: a hybrid language model that uses every family of weft at once."""
