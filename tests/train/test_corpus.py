@@ -90,15 +90,18 @@ def test_a_folder(tmp_path: Path) -> None:
     assert corpus.name == f"{tmp_path}, 12 files (left out: 1 binary, 1 empty, 2 hidden, 1 unreadable)"
 
 
-def test_the_order_of_a_folder_is_its_names_alone(tmp_path: Path) -> None:
-    """Not the order in which files were made, nor where the folder lies."""
+def test_the_order_of_a_folder_is_its_names_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the order in which files were made or are listed, nor where the folder lies."""
     names = [f"{number}/{letter}" for number in range(5) for letter in "abc"]
     for folder, order in (("one", names), ("two", names[::-1])):
         for name in order:
             path = tmp_path / folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(name)
-    one, two = open_corpus(tmp_path / "one"), open_corpus(tmp_path / "two")
+    one = open_corpus(tmp_path / "one")
+    real = os.walk
+    monkeypatch.setattr(os, "walk", lambda *args, **options: reversed(list(real(*args, **options))))
+    two = open_corpus(tmp_path / "two")
     assert one.digest == two.digest and torch.equal(one.tokens, two.tokens)
     assert texts_of(one) != [name.encode() for name in names]  # the end is no folder's alone
 
@@ -173,23 +176,15 @@ def test_documents_and_digest_over_chunks(tmp_path: Path, monkeypatch: pytest.Mo
     assert open_corpus(path, document_token=9).digest != whole.digest
 
 
-def own_memory() -> int:
-    """Bytes of this process that are not of a file."""
-    found = re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_token_file_is_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "x.bin"
-    with path.open("wb") as file:
-        file.truncate(1 << 27)
-    before = own_memory()
+    path = write_tokens(tmp_path / "x.bin", [1] * 10_000, header=(20240520, 1, 10_000))
     corpus = open_corpus(path)
-    training, validation = corpus.split(0.1)
-    assert own_memory() - before < 1 << 26
-    assert len(training.tokens) + len(validation.tokens) == len(corpus.tokens) == 1 << 26
+    where = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    begin, end = (int(bound, 16) for bound in where[0].split()[0].split("-"))
+    assert len(where) == 1 and where[0].split()[1].startswith("r--")
+    for part in (corpus, *corpus.split(0.1)):
+        assert begin <= part.tokens.data_ptr() and part.tokens.data_ptr() + part.tokens.nbytes <= end
 
 
 def refusals(folder: Path) -> dict[str, tuple[Path, dict[str, int], str]]:
@@ -268,6 +263,8 @@ def test_a_split_loses_nothing(documents: int, held_out: float) -> None:
     assert torch.cat([training.tokens, validation.tokens]).tolist() == list(range(total))
     cut = len(training.tokens)
     assert training.starts[0] == validation.starts[0] == 0
+    assert training.starts.max() < cut and validation.starts.max() < total - cut
+    assert len(training.starts) + len(validation.starts) == len({*starts.tolist(), cut})
     assert {*training.starts.tolist(), *(validation.starts + cut).tolist()} == {*starts.tolist(), cut}
     assert 0.5 * held_out <= len(validation.tokens) / total <= 1.5 * held_out or documents == 1
     if documents == 400:
