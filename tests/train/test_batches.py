@@ -214,6 +214,11 @@ def test_the_thread_ends() -> None:
     for read in (stream.__next__, stream.peek):
         with pytest.raises(RuntimeError, match="closed"):
             read()
+    filled = batches(numbers())
+    filled.peek()
+    filled.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(filled)
     forgotten = batches(numbers())
     next(forgotten)
     del forgotten

@@ -50,6 +50,16 @@ def test_the_standard_library() -> None:
     assert open_corpus(None).digest == corpus.digest
 
 
+def test_what_is_not_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ["site-packages/x.py", "dist-packages/x.py", "a/test/x.py", "a/tests/x.py", "idlelib/idle_test/x.py"]
+    others += ["__pycache__/x.py", "config-3.11-x86_64-linux-gnu/x.py", "_sysconfigdata__linux_.py", "LICENSE.txt"]
+    for name in ("x.py", "a/b/testing.py", *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert sorted(texts_of(open_corpus(None))) == [b"a/b/testing.py", b"x.py"]
+
+
 def test_a_library_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=f"no source of the standard library at {tmp_path}; give --data PATH"):
