@@ -1,1 +1,1 @@
-"""The trainer: a hybrid language model that uses every family, its runs and their reports."""
+"""The trainer: a hybrid language model that uses every family of weft at once."""

@@ -53,7 +53,7 @@ class Batches:
     cu_seqlens. shuffle: False takes sequences as they lie. stop: end at this position; the last batch may be smaller
     and is filled up (see `validation_batches`). Nothing crosses ranks.
 
-    >>> from pathlib import Path; from weft.train.corpus import open_corpus
+    >>> from weft.train.corpus import open_corpus
     >>> with Batches(open_corpus(None), length=64, batch=8, hash_rows=lambda tokens, bounds: tokens.int()) as batches:
     ...     next(batches).tokens.shape, batches.position
     (torch.Size([1, 512]), 8)
@@ -208,12 +208,12 @@ class _Stream:
         return found
 
     def _order_of(self, epoch: int) -> Tensor:
-        if self.seed is None:
-            return torch.arange(self.count)
         if epoch != self._epoch:
             mixed = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()  # neighbouring seeds share no epoch
             generator = torch.Generator().manual_seed(int.from_bytes(mixed[:4], "little"))
-            self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator)
+            in_order = self.seed is None
+            self._order = torch.arange(self.count) if in_order else torch.randperm(self.count, generator=generator)
+            self._epoch = epoch
         return self._order
 
     def row(self, numbers: list[int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:

@@ -59,9 +59,10 @@ class _Shelf(Generic[Item]):
         try:
             for item in source:
                 with self._changed:
-                    self._items.append(item)
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: len(self._items) < self._count or self._end is not None)
+                    if self._end is None:  # it may have been closed while the item was made
+                        self._items.append(item)
+                        self._changed.notify_all()
+                        self._changed.wait_for(lambda: len(self._items) < self._count or self._end is not None)
                     if self._end is not None:
                         return
             self.end(StopIteration())
