@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -89,10 +89,8 @@ def sample(
             f"sample: {run} was trained on {model.vocabulary} tokens of a .bin, not on text; use "
             f"weft.train.sample.generate with token ids"
         )
-    out = sys.stdout.buffer
-    out.write(prompt.encode())
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # what is no text yet is shown as such
+    print(prompt, end="", flush=True)
     for token in generate(model, list(prompt.encode()), tokens, temperature, top_k, seed):
-        out.write(bytes([token]))
-        out.flush()
-    out.write(b"\n")
-    out.flush()
+        print(decoder.decode(bytes([token])), end="", flush=True)
+    print(decoder.decode(b"", final=True))

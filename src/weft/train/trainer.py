@@ -233,8 +233,8 @@ class Trainer:
                 raise ValueError(
                     f"train: --resume {folder} was made with {name} {before[name]}, not {now}; weights do not fit"
                 )
-        if facts["data"] != self.corpus.digest:
-            logger.warning("train: --resume %s was made with other data; its place in the data is kept", folder)
+        if facts["data"] != self.corpus.digest or before["seed"] != self.config.seed:
+            logger.warning("train: --resume %s was made with other data or another seed; its place is kept", folder)
         load_state(folder, self.model, self.step, facts["groups"], self._saver.group)
         self.done = int(facts["step"])
         return int(facts["position"])
