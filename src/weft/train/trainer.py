@@ -137,7 +137,11 @@ class Trainer:
                     self._saver.wait()
                 yield result
         finally:
-            self._batches.close()
+            self.close()
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._batches.close()
 
     def take_step(self) -> StepResult:
         """One optimizer step on the next batch."""
