@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from worlds import virtual_world
 
 import weft
 from weft.bench.plain_attention import gather_then_attend, lasp2
@@ -21,7 +21,6 @@ from weft.train.metrics import FAMILIES
 from weft.train.mixers import attend_linear, attend_softmax
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
-from worlds import virtual_world
 
 TINY = TrainConfig(
     steps=100, dtype="fp64", dp=2, cp=2, length=48, batch=6, width=16, layers=2, heads=2, kv_heads=1, hidden=24,
