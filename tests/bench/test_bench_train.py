@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from weft.bench.plain_attention import gather_then_attend, lasp2
 from weft.bench.plain_train import METHODS, PlainTrainer, count_on_ranks
 from weft.bench.sockets import sent_bytes
 from weft.bench.timing import line_up
+from weft.bench.train_runs import ReplayedTrainer
+from weft.cli import main
 from weft.comm import Axis, record
 from weft.comm.mesh import make_mesh
 from weft.train.config import TrainConfig
@@ -27,8 +33,7 @@ TINY = TrainConfig(
     table_rows=211, warmup=1, lr=0.02, lr_adamw=0.01, lr_rows=0.05, weight_decay=0.1, clip=0.5, timeline_step=0,
 )  # fmt: skip
 STEPS = 6
-# Documents that begin and end within a rank, at its edges, and that go through several ranks; the last two are empty
-# of boundaries on some ranks.
+# Documents that begin and end within a rank, at its edges, and that go through several ranks.
 DOCUMENTS = [(0, 24), (0, 8, 16, 24), (0, 3, 24), (0, 5, 7, 17, 24), (0, 1, 2, 23, 24), (0, 6, 12, 18, 24)]
 
 
@@ -63,7 +68,7 @@ def test_plain_attention_is_weft_s_with_every_gradient(kind: str, size: int, bou
 
 
 @pytest.fixture(scope="module")
-def four() -> ProcessWorld:
+def four() -> Iterator[ProcessWorld]:
     with ProcessWorld(4) as world:
         yield world
 
@@ -116,6 +121,106 @@ def test_what_plain_pieces_send_is_what_the_kernel_counts(four: ProcessWorld) ->
     if sent_bytes() is not None:
         kernel = sum(rank[1] for rank in found)
         assert sum(total.values()) <= kernel < 1.1 * sum(total.values()) + 4 * 20_000
+
+
+def replay(axis: Axis, config: TrainConfig) -> list[tuple[str, float, int, list[tuple[str, int]]]]:
+    """(mode, loss, bytes by the kernel, what the ledger has) of steps on one batch whose rates are zero."""
+    trainer, found = ReplayedTrainer(config, make_mesh((2, 2, 1))), []
+    for _ in range(2):
+        trainer.take_step()
+    for mode in ("recording", "through", "playing", "playing", "through", "playing", "through"):
+        line_up(axis)
+        trainer.tape.wind(mode)
+        before = sent_bytes() or 0
+        with record() as ledger:
+            loss = trainer.take_step().loss
+        line_up(axis)
+        events = sorted((event.operation, event.bytes_received) for event in ledger.events)
+        found.append((mode, loss, (sent_bytes() or 0) - before, events))
+    trainer.close()
+    return found
+
+
+@pytest.mark.processes
+def test_a_replayed_step_computes_the_same_and_sends_nothing(four: ProcessWorld) -> None:
+    still = replace(TINY, lr=0.0, lr_adamw=0.0, lr_rows=0.0, weight_decay=0.0, length=96, batch=2)
+    for steps in four.run(replay, still):
+        _, loss, sent, events = steps[0]
+        # Messages, not only integers, come from other ranks in every family.
+        assert {name.partition(".")[0] for name, size in events if size > 100} >= {
+            "attention", "linear_attention", "embedding", "REKLS", "ShardedAdamW"
+        }  # fmt: skip
+        for mode, same, bytes_sent, received in steps[1:]:
+            assert same == loss and received == events
+            if sent_bytes() is not None:
+                assert bytes_sent < 2000 if mode == "playing" else bytes_sent > 0.9 * sent
+
+
+def play_another(axis: Axis, config: TrainConfig) -> str:
+    """What a step says that receives what was not recorded."""
+    trainer = ReplayedTrainer(config, make_mesh((2, 2, 1)))
+    for mode in ("through", "recording", "through"):
+        trainer.tape.wind(mode)
+        trainer.take_step()
+    trainer.tape.wind("playing")
+    other = torch.zeros(8) if axis.rank else torch.zeros(9)
+    try:
+        trainer.mesh.world.begin("train.loss").all_gather(other)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
+
+
+@pytest.mark.processes
+def test_a_message_that_was_not_recorded_is_refused(four: ProcessWorld) -> None:
+    for rank, words in enumerate(four.run(play_another, TINY)):
+        wanted = f"replay: train.loss receives {36 - 4 * (rank > 0)} bytes from rank {int(rank == 0)} 1 times, 0 times"
+        assert words.startswith(wanted), words
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_bench_train_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "rows.json"
+    words = ["weft", "bench", "train", "--length", "64", "--width", "16", "--layers", "2", "--rows", "20000"]
+    words += ["--repeats", "2", "--warm-steps", "2", "--json", str(kept)]
+    monkeypatch.setattr(sys, "argv", words)
+    main()
+    shown, content = capsys.readouterr().out, json.loads(kept.read_text())
+    assert content["header"]["length"] == 64 and content["header"]["rows"] == 20_000
+    rows = {(row["table"], row["case"]): row for row in content["rows"]}
+    assert len(rows) == 8 and all(case in shown for _, case in rows)
+    for (table, _), row in rows.items():
+        if table != "families":
+            assert row["milliseconds"] > 0 and row["cpu_milliseconds"] > 0 and row["samples"] == 2
+    assert rows["two ranks", "one process, 2 threads"]["megabytes"] == 0 and rows["two ranks", "cp 2"]["ratio"] > 0
+    assert rows["exposed", "as it runs"]["percent"] < 100 and rows["exposed", "as it runs"]["wait_percent"] > 0
+    ours, plain = rows["plain", "weft"], rows["plain", "plain pieces"]
+    assert ours["ratio"] == ours["more"] == 1 and plain["more"] == plain["megabytes"] / ours["megabytes"] > 5
+    for case, row in (("weft", ours), ("plain pieces", plain)):
+        assert sum(rows["families", case][name] for name in FAMILIES) == pytest.approx(row["megabytes"])
+        if row["kernel_megabytes"] is not None:
+            assert row["megabytes"] <= row["kernel_megabytes"] < 1.1 * row["megabytes"] + 0.1
+    assert rows["families", "weft"]["softmax attention"] < rows["families", "plain pieces"]["softmax attention"]
+    assert rows["families", "plain pieces"]["embedding rows"] == 6 * 20_000 * 16 * 4 / 1e6
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--warm-steps", "0"], "at least 1 of warm_steps, not 0"), (["--batch", "3"], "--batch 3 must be a multiple")],
+)
+def test_bench_train_refuses_what_it_cannot_measure(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "bench", "train", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_plain_pieces_refuse_tensor_parallel_ranks() -> None:
