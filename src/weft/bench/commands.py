@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.bench import attention, linear_attention, network, rekls, rekls_quality, rows, scan, step, step_orders
+from weft.bench import attention, linear_attention, network, rekls, rekls_quality, rows, scan, step, step_orders, train
 from weft.bench.report import Report, describe_machine
 from weft.bench.step_runs import Sizes
 from weft.bench.world import rank_pool
@@ -235,6 +235,40 @@ def bench_network(
         measure(report, lambda: network.run(world, report, machine, repeats, tokens))
 
 
+def bench_train(
+    json: Path | None = None, repeats: int = 7, warm_steps: int = 4, length: int = 2048, batch: int = 2,
+    width: int = 128, layers: int = 4, rows: int = 250_000,
+) -> None:  # fmt: skip
+    """Steps of `weft train`: 2 ranks beside one process, what communication costs 4 ranks, and plain pieces.
+
+    The time is that of the slowest rank, the median over samples; ratios are taken sample by sample. CPU time and bytes
+    are summed over the ranks. "Waits" is the part of a step in which a rank stands waiting, as `weft train` shows it,
+    the mean over ranks: with more ranks than cores that is also the time in which other ranks have the cores, so
+    "cores idle" says how much of the cores' time no rank used. "Communication" is the part of a step that goes away if
+    every message is there already: the step is taken again on the same batch, with what was received when it was
+    recorded, and nothing is sent.
+
+    "Plain pieces" are the same model with a dense table in DistributedDataParallel, REKLS on every rank, a blocking
+    all-gather of keys and values on a contiguous layout, and LASP-2. What DistributedDataParallel sends is not in the
+    ledger; the least that an all-reduce must send is counted, and beside it is what the kernel counts.
+
+    Args:
+        json: Write the rows here, with a header of machine, versions and commit.
+        repeats: Samples of each case.
+        warm_steps: Steps before the first sample.
+        length: Tokens of a sequence.
+        batch: Sequences of a step, over all ranks; a multiple of 2.
+        width: Of the model.
+        layers: Blocks of the model, linear and softmax attention in turn.
+        rows: Rows of the bigram table beside plain pieces; 65,537 in the other tables.
+    """
+    settings = {"length": length, "batch": batch, "width": width, "layers": layers}
+    with rank_pool(None) as world:
+        header = describe_machine(bench="train", repeats=repeats, warm_steps=warm_steps, rows=rows, **settings)
+        report = Report(train.layouts(settings, rows), json, world.reports, header)
+        measure(report, lambda: train.run(world, report, repeats, warm_steps, settings, rows))
+
+
 def measure(report: Report, work: Callable[[], None]) -> None:
     """Do the work and show what there is, also when the user stops it."""
     try:
@@ -253,4 +287,5 @@ BENCHES: dict[str, Callable[..., None]] = {
     "step": bench_step,
     "step-orders": bench_step_orders,
     "network": bench_network,
+    "train": bench_train,
 }

@@ -23,6 +23,7 @@ from weft.attention.kv_exchange import KVBlock, KVExchange
 from weft.attention.options import Options
 from weft.attention.plan import KeySpan
 from weft.comm import Axis, Pending
+from weft.sequence import Sequence
 from weft.sequence.sequence import settle
 
 
@@ -33,8 +34,14 @@ class Baseline(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, schedule: KVSchedule
     ) -> Tensor:
-        call = axis.begin(schedule.__name__, options, tell=(q.shape[1],))
-        plan = options.plan(settle(schedule.__name__, call, axis, options.layout, None))
+        name, lengths, bounds = schedule.__name__, options.lengths, options.cu_seqlens
+        call = axis.begin(name, options, tell=(q.shape[1],) if lengths is None else None)
+        where = (
+            settle(name, call, axis, options.layout, bounds)
+            if lengths is None
+            else Sequence(axis, options.layout, lengths, bounds)
+        )
+        plan = options.plan(where)
         out, _, saved = forward_by_blocks(schedule, options, call, plan, q, k, v, started=None)
         ctx.save_for_backward(*saved)
         ctx.how = options, axis, schedule, plan
@@ -48,11 +55,14 @@ class Baseline(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def options_for(q: Tensor, k: Tensor, layout: str, strides: tuple[int, ...]) -> Options:
-    """The options of a baseline: causal, dense, the same strides both ways."""
+def options_for(
+    q: Tensor, k: Tensor, layout: str, strides: tuple[int, ...], sequence: Sequence | None = None
+) -> Options:
+    """The options of a baseline: causal, the same strides both ways; one document, or those of ``sequence``."""
+    bounds, lengths = (None, None) if sequence is None else (sequence.bounds, sequence.lengths)
     return Options(
         q=(q.shape[0], *q.shape[2:]), kv_heads=k.shape[2], dtype=q.dtype, causal=True, scale=q.shape[-1] ** -0.5,
-        window=(-1, -1), cu_seqlens=None, layout=layout, lengths=None, method="gather", strides=strides,
+        window=(-1, -1), cu_seqlens=bounds, layout=layout, lengths=lengths, method="gather", strides=strides,
         backward_strides=strides, backward=None, grad_dtype=None, return_lse=False, gradients=(True,) * 3,
     )  # fmt: skip
 

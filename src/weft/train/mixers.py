@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,14 +42,26 @@ class DecodeState:
     last: Tensor | None = field(default=None)
 
 
+def attend_linear(q: Tensor, k: Tensor, v: Tensor, g: Tensor, where: Sequence) -> Tensor:
+    """Linear attention over a sharded sequence."""
+    return weft.linear_attention(q, k, v, g, scale=1.0, sequence=where)[0]
+
+
+def attend_softmax(q: Tensor, k: Tensor, v: Tensor, where: Sequence) -> Tensor:
+    """Causal softmax attention over a sharded sequence."""
+    return weft.attention(q, k, v, causal=True, sequence=where)
+
+
 class LinearMixer(nn.Module):
     """Linear attention with a gate for each head: one state per head crosses context-parallel ranks.
 
     x ``[1, T, width]`` in and out; q, k, v, gate and out are matrices width x width, cut by heads over tensor ranks.
+    ``attend`` is how ranks share the work of training; `weft bench train` sets others.
     """
 
     def __init__(self, config: TrainConfig, mesh: ParallelMesh, dtype: torch.dtype) -> None:
         super().__init__()
+        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor, Sequence], Tensor] = attend_linear
         self.head_dim = config.width // config.heads
         self.q, self.k, self.v, self.gate, self.out = (
             nn.Linear(config.width, config.width, bias=False, dtype=dtype) for _ in range(5)
@@ -67,7 +80,7 @@ class LinearMixer(nn.Module):
         q, k = F.normalize(F.silu(q), dim=-1), F.normalize(F.silu(k), dim=-1)
         g = F.logsigmoid(self.decay(x).to(self.offset.dtype) + self.offset)
         if cache is None:
-            o, _ = weft.linear_attention(q, k, v, g, scale=1.0, sequence=place.sequence)
+            o = self.attend(q, k, v, g, place.sequence)
         else:
             o, cache.state = weft.linear_attention(
                 q, k, v, g, scale=1.0, initial_state=cache.state, output_final_state=True, sequence=place.sequence
@@ -79,11 +92,12 @@ class LinearMixer(nn.Module):
 class SoftmaxMixer(nn.Module):
     """Causal softmax attention within documents, with rotary positions: keys and values cross context ranks.
 
-    x ``[1, T, width]`` in and out; matrices are cut by heads over tensor-parallel ranks.
+    x ``[1, T, width]`` in and out; matrices are cut by heads over tensor-parallel ranks. ``attend`` as above.
     """
 
     def __init__(self, config: TrainConfig, mesh: ParallelMesh, dtype: torch.dtype) -> None:
         super().__init__()
+        self.attend: Callable[[Tensor, Tensor, Tensor, Sequence], Tensor] = attend_softmax
         self.head_dim = config.width // config.heads
         narrow = config.kv_heads * self.head_dim
         self.q, self.out = (nn.Linear(config.width, config.width, bias=False, dtype=dtype) for _ in range(2))
@@ -97,7 +111,7 @@ class SoftmaxMixer(nn.Module):
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         q, k = (rotate(F.rms_norm(part, (self.head_dim,)), place.positions) for part in (q, k))
         if cache is None:
-            return self.out(weft.attention(q, k, v, causal=True, sequence=place.sequence).flatten(2))
+            return self.out(self.attend(q, k, v, place.sequence).flatten(2))
         cache.keys = k if cache.keys is None else torch.cat([cache.keys, k], 1)
         cache.values = v if cache.values is None else torch.cat([cache.values, v], 1)
         new, seen = q.shape[1], cache.keys.shape[1]

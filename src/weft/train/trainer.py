@@ -78,9 +78,9 @@ class Trainer:
         self.corpus, held_out = corpus.split(config.held_out) if config.held_out else (corpus, None)
         device = "cuda" if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu"
         self.device = torch.device(device)
-        self.model = LanguageModel(config, corpus.vocabulary, mesh).to(self.device)
+        self.model = self._make_model(corpus.vocabulary).to(self.device)
         self._forward = self._wrap()
-        self.step = make_step(config, self.model, mesh)
+        self.step = self._make_step()
         self._saver = Saver(config.out, config.keep)
         self._where: dict[str, Any] = {
             "data_rank": mesh.data.rank, "data_size": mesh.data.size, "context_rank": mesh.context.rank,
@@ -105,6 +105,12 @@ class Trainer:
         self.mesh.world.begin("train", common, tell=[], fault=fault).told.wait()
         assert corpus is not None
         return corpus
+
+    def _make_model(self, vocabulary: int) -> LanguageModel:
+        return LanguageModel(self.config, vocabulary, self.mesh)
+
+    def _make_step(self) -> weft.OverlappedStep:
+        return make_step(self.config, self.model, self.mesh)
 
     def _wrap(self) -> Any:
         tables = ["bigrams.weight"]
