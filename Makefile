@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test check soak bench clean
 
 demo: .venv/ready
-	$(BIN)/weft bench scan --ranks 4
+	$(BIN)/weft demo
 
 test: .venv/ready check
 	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadgroup

@@ -1,4 +1,4 @@
-"""The command line: weft train, weft sample, weft report, weft bench SUITE, weft trace SCHEDULE, weft kernels."""
+"""The command line: weft train | demo | sample | report | bench SUITE | trace SCHEDULE | kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tyro
 
 from weft.bench import kernels, trace
 from weft.bench.commands import BENCHES, measure
+from weft.bench.demo import demo
 from weft.bench.report import Report, describe_machine
 from weft.train.command import make_command
 from weft.train.report import show_report
@@ -94,6 +95,7 @@ def main() -> None:
     traces.command(name="scan")(trace_scan)
     app = tyro.extras.SubcommandApp()
     app.command(name="train")(make_command(sys.argv[2:] if sys.argv[1:2] == ["train"] else []))
+    app.command(name="demo")(demo)
     app.command(name="sample")(sample)
     app.command(name="report")(show_report)
     app.command(bench, name="bench", help="Measure weft beside what people use today.")

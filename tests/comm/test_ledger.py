@@ -47,3 +47,29 @@ def test_blocks_of_a_row_do_not_overlap(tmp_path) -> None:
         row = event["pid"], event["tid"]
         assert event["ts"] >= ends.get(row, 0.0) - 1e-6
         ends[row] = event["ts"] + event["dur"]
+
+
+def test_what_is_exposed_is_what_the_main_line_waits_for() -> None:
+    """Messages take a second. A rank that works half of it stands for the other half, whoever waits for the message."""
+
+    def program(axis: weft.Axis) -> tuple[list[tuple[str, float]], ...]:
+        def told(work: float, in_lane: bool, early: bool) -> list[tuple[str, float]]:
+            call = axis.begin("trade")
+            mine, theirs = torch.ones(1), [(1 - axis.rank, torch.empty(1))]
+            with weft.record() as ledger:
+                send = lambda one: one.exchange([(1 - axis.rank, mine)], theirs)  # noqa: E731
+                if not in_lane:
+                    pending = send(call)
+                elif early:  # started by the main line, waited for in the lane
+                    begun = send(call)
+                    pending = call.start(lambda lane: begun.wait())
+                else:
+                    pending = call.start(lambda lane: send(lane).wait())
+                axis.wire.spend("work", work)
+                pending.wait()
+            return [(operation, round(end - start, 6)) for operation, start, end in ledger.exposed if end > start]
+
+        return told(0.5, False, False), told(0.5, True, False), told(0.5, True, True), told(2.0, True, True)
+
+    for found in weft.VirtualWorld(2, weft.Machine(latency=1.0, bandwidth=1e12)).run(program).results:
+        assert found == ([("trade", 0.5)], [("trade", 0.5)], [("trade", 0.5)], [])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft.comm.call import Call, Message, timed
+from weft.comm.call import Call, Message, start_beside
 from weft.comm.counter import CallCounter
 from weft.comm.tell import tell as start_telling
 from weft.comm.wire import Pending, Wire
@@ -154,7 +154,7 @@ class Axis:
         """
         counter = self.counter.lane()
         lane = Axis(self.wire, self.members, self.rank, counter)
-        pending = timed(self.wire.start(lambda: schedule(lane), torch.device(device)), self.wire, "lane")
+        pending = start_beside(self.wire, lambda: schedule(lane), torch.device(device), "lane")
 
         def finish() -> T:
             value = pending.wait()

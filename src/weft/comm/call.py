@@ -114,7 +114,6 @@ class Call:
             lane=f"{self.counter.name.partition('/')[0]} lane: {self.record.operation}" if self.in_lane
             else self.counter.name,
             tag=next((tag for _, tag, _ in (*sends, *receives)), 0),
-            beside=self.in_lane,
         )  # fmt: skip
         ledger.note(event)
         return event
@@ -125,6 +124,7 @@ class Call:
             pending.wait()
             event.finish(self.wire.clock())
             event.waited += (event.end or start) - start
+            event.beside = ledger.is_beside()
 
         return Pending(finish)
 
@@ -187,17 +187,22 @@ class Call:
         """Run ``schedule(call)`` beside the caller's computation and without gradients; ``wait()`` gives its result."""
         lane = Call(self.wire, self.members, self.rank, self.counter, self.record)
         lane._in_lane = True
-        pending = self.wire.start(lambda: schedule(lane), torch.device(device))
-        return pending if self.in_lane else timed(pending, self.wire, self.record.operation)
+        return start_beside(self.wire, lambda: schedule(lane), torch.device(device), self.record.operation)
 
 
-def timed(pending: Pending[T], wire: Wire, operation: str) -> Pending[T]:
-    """A lane as the main line waits for it: how long it stood is entered in the ledgers that are open then."""
+def start_beside(wire: Wire, schedule: Callable[[], T], device: torch.device, operation: str) -> Pending[T]:
+    """Start a lane. How long the main line stands waiting for it is entered in the ledgers that are open then."""
+
+    def run() -> T:
+        with ledger.beside_main():
+            return schedule()
+
+    pending = wire.start(run, device)
 
     def finish() -> T:
         start = wire.clock()
         value = pending.wait()
-        if ledger.is_recording():
+        if ledger.is_recording() and not ledger.is_beside():
             ledger.note_standing(operation, start, wire.clock())
         return value
 

@@ -22,7 +22,7 @@ class Event:
     ``sends`` and ``receives`` are (peer, bytes); ``end`` is None until it has been waited for. ``lane`` is
     the axis it ran on, or an operation's lanes; ``tag`` tells the messages of one call from those of another.
     ``began``, ``received`` and ``ended`` order what happened on a rank, where clocks may stand still. ``waited``: the
-    seconds somebody stood in its ``wait()``: the rank, or if it ran ``beside`` the main line, its lane.
+    seconds somebody stood in its ``wait()``: the rank, or ``beside`` it a lane.
     """
 
     operation: str
@@ -199,6 +199,21 @@ def record() -> Iterator[Ledger]:
         yield entry[0]
     finally:
         _open[:] = [other for other in _open if other is not entry]
+
+
+@contextmanager
+def beside_main() -> Iterator[None]:
+    """What this thread waits for in here, it waits for in a lane: the main line does not stand."""
+    before, _here.beside = getattr(_here, "beside", False), True
+    try:
+        yield
+    finally:
+        _here.beside = before
+
+
+def is_beside() -> bool:
+    """Whether this thread is in a lane now."""
+    return getattr(_here, "beside", False)
 
 
 def settle_in(own: Ledger) -> None:

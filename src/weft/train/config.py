@@ -50,9 +50,9 @@ class TrainConfig:
     """The token that begins a document in a .bin."""
     held_out: float = 0.02
     """Part of the data that is kept for the validation loss."""
-    length: int = 512
+    length: int = 1024
     """Tokens of a sequence."""
-    batch: int = 8
+    batch: int = 4
     """Sequences of a step, over all ranks."""
 
     width: int = 128

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -75,3 +75,25 @@ def traffic_table(lines: Iterable[dict[str, Any]], ranks: int) -> Table:
         share = 100 * exposed / seconds
         table.add_row(family, _WHAT[family], f"{sent / 1e6:.3f}", f"{1e3 * exposed / len(taken):.1f}", f"{share:.1f}")
     return table
+
+
+def compare_table(
+    lines: Iterable[dict[str, Any]], plain: Mapping[str, int], methods: Mapping[str, str], ranks: int
+) -> Table:
+    """Bytes of each family in a step beside those of plain pieces."""
+    taken = list(lines)
+    taken = taken[1:] or taken
+    table = Table(title=f"Sent in a step by {ranks} ranks together, MB", title_justify="left")
+    for name in ("family", "weft", "plain pieces", "x", "the plain piece"):
+        table.add_column(name, justify="left" if name in ("family", "the plain piece") else "right")
+    totals = [0.0, 0.0]
+    for family in FAMILIES:
+        sent, other = sum(line["bytes"][family] for line in taken) / len(taken), plain.get(family, 0)
+        totals = [totals[0] + sent, totals[1] + other]
+        table.add_row(family, *_compared(sent, other), methods.get(family, ""))
+    table.add_row("all", *_compared(*totals), "", style="bold")
+    return table
+
+
+def _compared(sent: float, other: float) -> tuple[str, str, str]:
+    return f"{sent / 1e6:.3f}", f"{other / 1e6:.3f}" if other else "", f"{other / sent:.1f}" if other and sent else ""

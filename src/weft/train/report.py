@@ -8,8 +8,12 @@ import statistics
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from weft.train import report_figures as figures
+from weft.train.report_picture import write_picture
 from weft.train.report_run import Run, read_run
 from weft.train.report_scale import short
 from weft.train.report_style import SCRIPT, STYLE
@@ -18,14 +22,22 @@ from weft.train.report_style import SCRIPT, STYLE
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def show_report(run: Path, beside: Path | None = None, out: Path | None = None) -> None:
+def show_report(
+    run: Annotated[Path, tyro.conf.Positional],
+    beside: Path | None = None,
+    out: Path | None = None,
+    picture: Path | None = None,
+) -> None:
     """Write the report of a run as one HTML file that opens without a network, and say where it is.
 
     Args:
         run: The folder of the run.
         beside: The folder of the same run in one process: both loss curves are drawn.
         out: The file to write; report.html in the run's folder if not given.
+        picture: Also write an .svg file of what a step sends, and when.
     """
+    if picture is not None:
+        print(f"picture: {write_picture(run, picture).resolve()}")
     print(f"report: {write_report(run, beside=beside, out=out).resolve()}")
 
 

@@ -183,20 +183,26 @@ def speed_figure(run: Run) -> str:
     return figure("speed", "Speed", inside, read_outs(series, steps))
 
 
-def bytes_figure(run: Run) -> str:
-    """Bytes of one step by family: the mean over the run, against one step of plain pieces."""
-    counted = [step for step in run.steps if step.bytes]
-    plain = run.plain
+def byte_rows(run: Run) -> list[tuple[str, float, float | None]]:
+    """(family, bytes of a step, those of plain pieces if they are known), and "all" at the end."""
+    counted, plain = [step for step in run.steps if step.bytes], run.plain
     families = in_order([*(f for step in counted for f in step.bytes), *(plain.bytes if plain else ())])
     ours = {f: sum(step.bytes.get(f, 0.0) for step in counted) / max(1, len(counted)) for f in families}
     theirs = {f: plain.bytes.get(f, 0.0) for f in families} if plain else None
+    bars = [(f, ours[f], theirs[f] if theirs else None) for f in families]
+    return [*bars, ("all", sum(ours.values()), sum(theirs.values()) if theirs else None)]
+
+
+def bytes_figure(run: Run) -> str:
+    """Bytes of one step by family: the mean over the run, against one step of plain pieces."""
+    counted, plain = [step for step in run.steps if step.bytes], run.plain
+    bars = byte_rows(run)
+    families = [f for f, _, _ in bars[:-1]]
     exposed = {f: 1000 * sum(s.exposed.get(f, 0.0) for s in counted) / max(1, len(counted)) for f in families}
     title = "Bytes sent per step"
-    if not any(ours.values()) and not any((theirs or {}).values()):
+    if not bars[-1][1] and not bars[-1][2]:
         return figure("bytes", title, [note("No bytes were sent, as in a run in one process.")])
-    bars = [(f, ours[f], theirs[f] if theirs else None) for f in families]
-    bars.append(("all", sum(ours.values()), sum(theirs.values()) if theirs else None))
-    heads = ["family", "weft, bytes", *(["plain, bytes", "plain / weft"] if theirs else []), "exposed, ms"]
+    heads = ["family", "weft, bytes", *(["plain, bytes", "plain / weft"] if plain else []), "exposed, ms"]
     rows = []
     for f, mine, other in bars:
         name = f if f == "all" else named(f, plain.methods.get(f, "") if plain else "")
@@ -206,7 +212,7 @@ def bytes_figure(run: Run) -> str:
     caption = f"Sum over ranks; weft: mean over {many}. Log scale. Exposed: time waited per step, mean over ranks."
     if not plain:
         caption += " There is no plain.json in the run's folder, so there is nothing to compare with."
-    label = f"{title}: " + ", ".join(f"{f} {size_of(ours[f])}" for f in families)
+    label = f"{title}: " + ", ".join(f"{f} {size_of(mine)}" for f, mine, _ in bars[:-1])
     inside = [byte_bars(bars, label), f"<figcaption>{escape(caption)}</figcaption>"]
     return figure("bytes", title, [*inside, table(heads, rows, ["name"] + ["n"] * (len(heads) - 1), last_is_sum=True)])
 
