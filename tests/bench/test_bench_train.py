@@ -116,6 +116,9 @@ def test_what_plain_pieces_send_is_what_the_kernel_counts(four: ProcessWorld) ->
     total = {name: sum(rank[0][name] for rank in found) for name in FAMILIES}
     assert counted["bytes"] == {name: total[name] for name in METHODS} and set(METHODS) == set(FAMILIES) - {"agreeing"}
     assert all(size > 0 for size in counted["bytes"].values())
+    # One layer of each kind. Keys and values of 72 tokens, twice, and their gradients; maps of 2 heads, twice.
+    assert counted["bytes"]["softmax attention"] == 4 * 3 * 72 * 2 * 8 * 4
+    assert counted["bytes"]["linear attention"] == 4 * 2 * 2 * (8 * 8 + 1) * 4
     # Each of 4 ranks sends three quarters of the table's gradient twice.
     assert counted["bytes"]["embedding rows"] == 4 * (2 * 3 * 4001 * 16 * 4 // 4)
     if sent_bytes() is not None:

@@ -244,9 +244,10 @@ def bench_train(
     The time is that of the slowest rank, the median over samples; ratios are taken sample by sample. CPU time and bytes
     are summed over the ranks. "Waits" is the part of a step in which a rank stands waiting, as `weft train` shows it,
     the mean over ranks: with more ranks than cores that is also the time in which other ranks have the cores, so
-    "cores idle" says how much of the cores' time no rank used. "Communication" is the part of a step that goes away if
-    every message is there already: the step is taken again on the same batch, with what was received when it was
-    recorded, and nothing is sent.
+    "not used" says how much of the cores' time no rank used, and "others" how much other processes of the machine took:
+    if that is not small, the figures are not those of a machine at rest. "Communication" is the part of a step that
+    goes away if every message is there already: the step is taken again on the same batch, with what was received when
+    it was recorded, and nothing is sent.
 
     "Plain pieces" are the same model with a dense table in DistributedDataParallel, REKLS on every rank, a blocking
     all-gather of keys and values on a contiguous layout, and LASP-2. What DistributedDataParallel sends is not in the

@@ -79,7 +79,7 @@ class PackedLasp2(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, axis: Axis, here: Segments) -> Tensor:
         call = axis.begin("lasp2", Options(tuple(v.shape[2:]), v.dtype))
         kernel = FORWARD["torch"](q, k, v, g, 1.0, list(here.lengths), CHUNK)
-        entering = _gather(call, kernel.maps, here.enters, here.leaves)
+        entering = _gather(call, kernel.maps, here.enters)
         kernel.intra()
         out, _ = kernel.finish(entering)
         ctx.save_for_backward(q, k, v, g, entering)
@@ -94,23 +94,23 @@ class PackedLasp2(torch.autograd.Function):
         kernel = BACKWARD["torch"](q, k, v, g, 1.0, list(here.lengths), CHUNK, entering, grad)
         log, state = kernel.maps
         # Seen from the end of the sequence a rank's documents come in the opposite order.
-        arrived = _gather(call, (None if log is None else log.flip(0), state.flip(0)), here.leaves, here.enters)
+        arrived = _gather(call, (None if log is None else log.flip(0), state.flip(0)), here.leaves)
         kernel.intra()
         dq, dk, dv, dg, _ = kernel.finish(None if arrived is None else arrived.flip(0))
         return dq, dk, dv, dg, None, None
 
 
-def _gather(call: Call, maps: tuple[Tensor | None, Tensor], enters: bool, leaves: bool) -> Tensor | None:
+def _gather(call: Call, maps: tuple[Tensor | None, Tensor], enters: bool) -> Tensor | None:
     """What arrives in each of a rank's segments ``[N, H, K, V]``, from everybody's map; waited for at once.
 
-    ``maps``: (log decay ``[N, H]``, state) of the segments in the order of the call's ranks. What leaves a rank depends
-    on what enters it only where one document goes all the way through.
+    ``maps``: (log decay ``[N, H]``, state) of the segments in the order of the call's ranks. The last one is sent, also
+    if its document ends here: then nobody takes it, and it goes no further. What leaves a rank depends on what enters
+    it only where one document goes all the way through.
     """
     log, state = maps
     assert log is not None
     through = len(state) == 1 and enters
-    decay = log[-1:] if through and leaves else torch.full_like(log[-1:], -math.inf)
-    own = Affine.of(state[-1:] if leaves else torch.zeros_like(state[-1:]), decay)
+    own = Affine.of(state[-1:], log[-1:] if through else torch.full_like(log[-1:], -math.inf))
     everybody = torch.stack(call.all_gather(own.flat).wait())
     if not enters:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,6 +57,20 @@ def examine(cases: Mapping[str, Case]) -> dict[str, tuple[Ledger, int | None]]:
             peak = peak_memory(case)
         facts[name] = ledger, peak
     return facts
+
+
+def busy_seconds() -> float | None:
+    """CPU time that all processes of this machine have used so far; None where Linux is not.
+
+    What it grows by beyond a benchmark's own ranks was used by somebody else, and the figures are not those of a
+    machine at rest.
+    """
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    except OSError:
+        return None
+    user, nice, system, _, _, interrupts, soft = (int(field) for field in fields[1:8])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory(case: Case) -> int | None:

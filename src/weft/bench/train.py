@@ -25,7 +25,8 @@ _TIMES = (
     Column("milliseconds", "ms", "{:,.0f}"),
     Column("cpu_milliseconds", "CPU ms", "{:,.0f}"),
     Column("wait_percent", "waits %", "{:.1f}"),
-    Column("idle_percent", "cores idle %", "{:.1f}"),
+    Column("idle_percent", "not used %", "{:.1f}"),
+    Column("others_percent", "others %", "{:.1f}"),
 )
 COLUMNS = {
     "two ranks": (
@@ -170,12 +171,18 @@ def _times(turns: Sequence[Sequence[Sample]]) -> dict[str, Any]:
     kernel = [rank.kernel_sent for rank in last if rank.kernel_sent is not None]
     cores = min(max(2, len(last)), os.cpu_count() or 1)  # one process has 2 threads
     busy = (sum(rank.cpu for rank in turn) / max(rank.wall for rank in turn) for turn in turns)
+    strangers = [
+        max(0.0, turn[0].machine - sum(rank.cpu for rank in turn)) / max(rank.wall for rank in turn)
+        for turn in turns
+        if turn[0].machine is not None
+    ]
     shares = (statistics.mean(rank.waited for rank in turn) / max(rank.wall for rank in turn) for turn in turns)
     return {
         "milliseconds": 1e3 * statistics.median(_wall(turns)),
         "cpu_milliseconds": 1e3 * statistics.median(sum(rank.cpu for rank in turn) for turn in turns),
         "wait_percent": 100 * statistics.mean(shares),
         "idle_percent": 100 * (1 - statistics.mean(busy) / cores),
+        "others_percent": 100 * statistics.mean(strangers) / cores if strangers else None,
         "megabytes": sum(sum(rank.sent.values()) for rank in last) / 1e6,
         "kernel_megabytes": sum(kernel) / 1e6 if kernel else None,
         "samples": len(turns),

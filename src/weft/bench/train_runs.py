@@ -11,7 +11,7 @@ from typing import Any
 from weft.bench.message_replay import Tape, with_replay
 from weft.bench.plain_train import PlainTrainer
 from weft.bench.sockets import sent_bytes
-from weft.bench.timing import line_up
+from weft.bench.timing import busy_seconds, line_up
 from weft.comm import Axis, Ledger, record
 from weft.comm.mesh import ParallelMesh, make_mesh
 from weft.train.batches import Batch
@@ -24,13 +24,17 @@ WEFT, PLAIN, REPLAY = "weft", "plain pieces", "messages already there"
 
 @dataclass(frozen=True)
 class Sample:
-    """One step on one rank: seconds, seconds of CPU, seconds it stood waiting, bytes by family and by the kernel."""
+    """One step on one rank: seconds, seconds of CPU, seconds it stood waiting, bytes by family and by the kernel.
+
+    ``machine``: seconds of CPU that all processes of the machine used meanwhile.
+    """
 
     wall: float
     cpu: float
     waited: float
     sent: dict[str, int]
     kernel_sent: int | None
+    machine: float | None
 
 
 class _Again:
@@ -118,16 +122,17 @@ def sample_replay(axis: Axis, modes: tuple[str, ...]) -> dict[str, Sample]:
 
 def _measure(axis: Axis, trainer: Trainer) -> Sample:
     line_up(axis)
-    before = sent_bytes()
+    before, busy = sent_bytes(), busy_seconds()
     with record() as ledger:
         cpu, wall = time.process_time(), time.perf_counter()
         trainer.take_step()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     line_up(axis)
-    after = sent_bytes()
+    after, used = sent_bytes(), busy_seconds()
     waited = sum(end - start for operation, start, end in ledger.exposed if operation != "train.metrics")
     sent = trainer.sent_bytes(ledger) if isinstance(trainer, PlainTrainer) else _by_family(ledger)
-    return Sample(wall, cpu, waited, sent, None if before is None or after is None else after - before)
+    kernel = None if before is None or after is None else after - before
+    return Sample(wall, cpu, waited, sent, kernel, None if busy is None or used is None else used - busy)
 
 
 def _by_family(ledger: Ledger) -> dict[str, int]:
