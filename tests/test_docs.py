@@ -51,6 +51,14 @@ def test_every_block_has_a_test() -> None:
     assert OURS.keys() == THEIRS.keys()
 
 
+def test_the_readme() -> None:
+    """Its ten lines end in an assertion."""
+    (block,) = BLOCK.findall((ROOT / "README.md").read_text())
+    lines = [line for line in block.splitlines() if line]
+    assert len(lines) <= 11 and lines[-1].startswith("assert ")
+    execute(block)
+
+
 # Sequences: what a block makes of slices is the slice of what the whole gives, and so are the gradients.
 
 BOUNDS = torch.tensor([0, 7, 18, 24])

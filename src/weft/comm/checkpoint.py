@@ -7,6 +7,7 @@ that name is not whole.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -114,6 +115,13 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
 def saved_names(folder: Path) -> set[str]:
     """Names of the tensors in a checkpoint."""
     return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def find_format_fault() -> Exception | None:
+    """What is missing to write and read checkpoints, if anything."""
+    if importlib.util.find_spec("safetensors") is None:
+        return ValueError("checkpoints are safetensors files, which need a package: pip install 'weft[train]'")
+    return None
 
 
 def new_group() -> Any:

@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 import tyro
 from rich.console import Console
 
+from weft.comm.checkpoint import find_format_fault
 from weft.comm.dist import joined_world
 from weft.comm.mesh import fit_mesh, make_mesh
 from weft.train.config import TrainConfig, read_config
@@ -85,6 +86,8 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
     """Check what can be checked, then train on the ranks there are, or on new local ones."""
     logging.basicConfig(format="%(message)s")
     config.check()
+    if fault := find_format_fault():
+        raise fault
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     shape = fit_mesh(config.dp, config.cp, config.tp, ranks)
     if config.batch % shape[0]:
