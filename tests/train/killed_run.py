@@ -39,10 +39,10 @@ def main() -> None:
                 die()
             return write(self, *args)
 
-        def doomed_finish(self: Any, *args: Any) -> None:
+        def doomed_finish(self: Any, **both: Any) -> None:
             if self._folder.name == f"step-{int(step):08d}":
                 die()
-            finish(self, *args)
+            finish(self, **both)
 
         if where == "step":
             Trainer.take_step = doomed_step  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from small_run import SMALL
 import weft
 from weft import cli
 from weft.comm.mesh import fit_mesh
+from weft.train.command import read_defaults
 from weft.train.config import TrainConfig, read_config
 from weft.train.metrics import FAMILIES, read_lines
 from weft.train.mixers import Place
@@ -74,6 +75,15 @@ def test_going_on(call, tmp_path: Path) -> None:
     assert lines[:4] == before and [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[4]["loss"] != 1.0
     assert call("train", "--resume", "run/checkpoints/step-00000006", "--out", "other", "--steps", "7")[0] == 0
     assert [line["step"] for line in read_lines(tmp_path / "other" / "metrics.jsonl")] == [7]
+
+
+def test_another_mesh_when_going_on(tmp_path: Path) -> None:
+    """--cp 4 means 4 ranks, whatever the mesh was; without flags it is the mesh that was."""
+    (tmp_path / "config.json").write_text(replace(SMALL, dp=2, cp=2).as_json())
+    same = read_defaults(["--resume", str(tmp_path)])
+    assert (same.dp, same.cp, same.tp, same.out) == (2, 2, 1, tmp_path)
+    other = read_defaults([f"--resume={tmp_path}", "--cp", "4"])
+    assert (other.dp, other.cp, other.tp) == (None, 1, 1) and other.width == SMALL.width
 
 
 def test_a_toml_file(tmp_path: Path) -> None:

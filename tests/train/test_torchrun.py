@@ -16,6 +16,8 @@ import pytest
 from small_run import SMALL, furthest, train_alone
 
 from weft.train.metrics import read_lines
+from weft.train.run_folder import list_checkpoints
+from weft.train.sample import load_model
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
@@ -87,6 +89,8 @@ def test_a_rank_that_is_killed(
     if place.startswith(("write", "name")):
         assert "from step=4" in done.stderr  # the one before
     assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))
+    for folder in list_checkpoints(tmp_path / "run"):
+        load_model(folder)
 
 
 @pytest.mark.slow

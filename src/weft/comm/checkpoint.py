@@ -34,6 +34,11 @@ class _Writer(HuggingFaceStorageWriter):
         super().__init__(path=str(self._partial), save_distributed=True)
         self._facts, self._written = facts, written
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:  # what a killed write has left; nobody writes before all have been here
+            shutil.rmtree(self._partial, ignore_errors=True)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
         files = {path.name: path.stat().st_size for path in sorted(self._partial.glob("*.safetensors"))}

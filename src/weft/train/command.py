@@ -18,15 +18,17 @@ from rich.console import Console
 from weft.comm.checkpoint import find_format_fault
 from weft.comm.dist import joined_world
 from weft.comm.mesh import fit_mesh, make_mesh
+from weft.errors import CommError
 from weft.train.config import TrainConfig, read_config
 from weft.train.corpus import open_corpus
 from weft.train.metrics import MetricsFile, read_lines
 from weft.train.progress import ProgressLine, show_config, traffic_table
 from weft.train.report import write_report
-from weft.train.run_folder import CHECKPOINTS, find_checkpoint, list_checkpoints
+from weft.train.run_folder import CHECKPOINTS, find_checkpoint, forget_halves, list_checkpoints
 from weft.train.trainer import Trainer
 
 T = TypeVar("T")
+WORDED = ("train: ", "OverlappedStep: ")  # errors that say what went wrong and what was kept
 
 
 def make_command(arguments: Sequence[str]) -> Callable[..., None]:
@@ -56,22 +58,34 @@ def _or_exit(action: Callable[[], T]) -> T:
     """Do it; what goes wrong is one line of rank 0, and a status: 2 for wrong input, 1 for the rest."""
     try:
         return action()
+    except KeyboardInterrupt:
+        _say("stopped; --resume goes on with the newest checkpoint, if there is one")
+        sys.exit(130)
     except (ValueError, RuntimeError, OSError) as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            words = f"{error}"
-            print(words if words.startswith("train: ") else f"train: {words}", file=sys.stderr)
+        if not isinstance(error, ValueError | OSError | CommError) and not f"{error}".startswith(WORDED):
+            raise  # a fault of ours or of torch's: the traceback is what helps
+        _say(f"{error}".removeprefix("train: "))
         sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+def _say(words: str) -> None:
+    """A line of rank 0."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"train: {words}", file=sys.stderr)
 
 
 def read_defaults(arguments: Sequence[str]) -> TrainConfig:
     """The settings that flags start from: those of the run to resume, under those of the config file."""
     base = TrainConfig()
+    names = {argument.partition("=")[0] for argument in arguments}
     for at, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == "--resume" and (equals or at + 1 < len(arguments)):
             run = run_of(Path(value if equals else arguments[at + 1]))
             if (run / "config.json").is_file():
                 base = dataclasses.replace(read_config(run / "config.json"), out=run, resume=None)
+                if names & {"--dp", "--cp", "--tp"}:  # another mesh, not a part of the old one
+                    base = dataclasses.replace(base, dp=None, cp=1, tp=1)
     if arguments and not arguments[0].startswith("-"):
         base = read_config(Path(arguments[0]), base)
     return base
@@ -150,6 +164,7 @@ def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
             pass
         return
     (config.out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    forget_halves(config.out)
     (config.out / "config.json").write_text(config.as_json())
     weights = sum(parameter.numel() for name, parameter in trainer.model.named_parameters() if "bigrams" not in name)
     table = config.table_rows * config.width

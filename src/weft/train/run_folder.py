@@ -32,6 +32,12 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir() and path.suffix != ".partial"), reverse=True)
 
 
+def forget_halves(run: Path) -> None:
+    """Remove what killed writes have left."""
+    for folder in (run / CHECKPOINTS).glob("*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """(folder, what it says of itself) of the newest whole checkpoint of a run, or of the checkpoint ``path`` itself.
 

@@ -146,10 +146,10 @@ class Trainer:
     def take_step(self) -> StepResult:
         """One optimizer step on the next batch."""
         config = self.config
-        batch = next(self._batches)
-        set_rates(config, self.step, rate_at(config, self.done))
         clock = self.mesh.world.wire.clock
         began = clock()
+        batch = next(self._batches)
+        set_rates(config, self.step, rate_at(config, self.done))
         with record() as ledger:
             total = self._loss_of(batch)
             loss = self._sum_over_tokens(total.detach())
