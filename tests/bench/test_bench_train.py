@@ -196,11 +196,12 @@ def test_bench_train_compares(
     shown, content = capsys.readouterr().out, json.loads(kept.read_text())
     assert content["header"]["length"] == 64 and content["header"]["rows"] == 20_000
     rows = {(row["table"], row["case"]): row for row in content["rows"]}
-    assert len(rows) == 8 and all(case in shown for _, case in rows)
+    assert len(rows) == 9 and all(case in shown for _, case in rows)
     for (table, _), row in rows.items():
         if table != "families":
             assert row["milliseconds"] > 0 and row["cpu_milliseconds"] > 0 and row["samples"] == 2
     assert rows["two ranks", "one process, 2 threads"]["megabytes"] == 0 and rows["two ranks", "cp 2"]["ratio"] > 0
+    assert rows["two ranks", "one process, 1 thread"]["to_thread"] == 1
     assert rows["exposed", "as it runs"]["percent"] < 100 and rows["exposed", "as it runs"]["wait_percent"] > 0
     ours, plain = rows["plain", "weft"], rows["plain", "plain pieces"]
     assert ours["ratio"] == ours["more"] == 1 and plain["more"] == plain["megabytes"] / ours["megabytes"] > 5

@@ -18,7 +18,7 @@ from weft.train.metrics import FAMILIES
 from weft.world.launch import ProcessWorld
 
 ONE, TWO, FOUR = (1, 1, 1), (1, 2, 1), (2, 2, 1)
-ONE_PROCESS, TWO_RANKS = "one process, 2 threads", "cp 2"
+ONE_PROCESS, ONE_THREAD, TWO_RANKS = "one process, 2 threads", "one process, 1 thread", "cp 2"
 MODES = ("through", "playing")
 RUNNING = "as it runs"
 _TIMES = (
@@ -30,8 +30,8 @@ _TIMES = (
 )
 COLUMNS = {
     "two ranks": (
-        Column("case", "a step", "{}"), *_TIMES, Column("ratio", "x one process", "{:.2f}"),
-        Column("megabytes", "MB sent", "{:,.1f}"),
+        Column("case", "a step", "{}"), *_TIMES, Column("ratio", "x 2 threads", "{:.2f}"),
+        Column("to_thread", "x 1 thread", "{:.2f}"), Column("megabytes", "MB sent", "{:,.1f}"),
     ),
     "exposed": (
         Column("case", "a step on dp 2 x cp 2", "{}"), *_TIMES, Column("percent", "communication %", "{:.1f}"),
@@ -84,24 +84,31 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, settings:
 def _two_ranks(
     report: Report, repeats: int, warm_steps: int, settings: dict[str, Any], advance: Callable[[], None]
 ) -> None:
-    """One process and two ranks are worlds of their own, which take turns; who has none waits and uses no processor."""
+    """One process and two ranks are worlds of their own, which take turns; who has none waits and uses no processor.
+
+    One thread stands beside two: where a second thread does not help, two ranks are compared with little.
+    """
     with ProcessWorld(1) as one, ProcessWorld(2) as two:
-        worlds = {ONE_PROCESS: (one, ONE), TWO_RANKS: (two, TWO)}
-        for world, shape in worlds.values():
-            world.run(set_threads, 2 // world.size)
+        worlds = {ONE_PROCESS: (one, 2), ONE_THREAD: (one, 1), TWO_RANKS: (two, 1)}
+        for world, shape in ((one, ONE), (two, TWO)):
             world.run(prepare, (WEFT,), make_config(shape, **settings), warm_steps)
         taken: dict[str, Samples] = {name: [] for name in worlds}
         try:
             for turn in range(repeats):
                 for name in list(worlds)[:: -1 if turn % 2 else 1]:
-                    taken[name].append(worlds[name][0].run(sample, (WEFT,)))
+                    world, threads = worlds[name]
+                    world.run(set_threads, threads)
+                    taken[name].append(world.run(sample, (WEFT,)))
                 advance()
         finally:
             turns = min(len(samples) for samples in taken.values())
             found = {name: _turns(samples[:turns], WEFT) for name, samples in taken.items()}
             for name in worlds if turns else ():
-                ratio = _ratio(found[name], found[ONE_PROCESS])
-                report.add("two ranks", {"case": name, **_times(found[name]), "ratio": ratio})
+                ratios = {
+                    key: _ratio(found[name], found[base])
+                    for key, base in (("ratio", ONE_PROCESS), ("to_thread", ONE_THREAD))
+                }
+                report.add("two ranks", {"case": name, **_times(found[name]), **ratios})
 
 
 def set_threads(axis: Axis, threads: int) -> None:
