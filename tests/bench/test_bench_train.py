@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,12 +64,6 @@ def test_plain_attention_is_weft_s_with_every_gradient(kind: str, size: int, bou
 
     for parts in virtual_world(size).run(program).results:
         assert all(part.abs().sum() > 0 for part in parts)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessWorld]:
-    with ProcessWorld(4) as world:
-        yield world
 
 
 def follow(axis: Axis, kind: type[Trainer], config: TrainConfig) -> list[tuple[float, float]]:

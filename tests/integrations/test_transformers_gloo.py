@@ -6,8 +6,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +26,6 @@ from weft.world.launch import ProcessWorld
 pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which the project's set-up installs")
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, timeout=timedelta(seconds=60)) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessWorld]:
-    with ProcessWorld(4, timeout=timedelta(seconds=60)) as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

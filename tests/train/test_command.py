@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from weft import cli
 from weft.comm.mesh import fit_mesh
 from weft.train.command import read_defaults
 from weft.train.config import TrainConfig, read_config
-from weft.train.metrics import FAMILIES, read_lines
+from weft.train.metrics import FAMILIES, MetricsFile, read_lines
 from weft.train.mixers import Place
 from weft.train.run_folder import list_checkpoints
 from weft.train.sample import generate, load_model
@@ -206,6 +208,27 @@ def test_help_names_every_setting(call) -> None:
     status, printed, _ = call("train", "--help")
     assert status == 0 and all("--" + name.replace("_", "-") in printed for name in vars(TrainConfig()))
     assert all(name in call("--help")[1] for name in ("train", "sample", "report", "bench"))
+
+
+def test_tensorboard_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalars of every step; families one by one."""
+    written: list[tuple[str, float, int]] = []
+
+    class Board:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            written.append((Path(folder).name, 0.0, purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    metrics = MetricsFile(tmp_path, 3)
+    metrics.write({"step": 4, "loss": 2.5, "bytes": {"REKLS": 7}})
+    metrics.close()
+    assert written == [("tensorboard", 0.0, 4), ("loss", 2.5, 4), ("bytes/REKLS", 7, 4), ("closed", 0.0, 0)]
 
 
 def test_checkpoints_are_kept_by_number(call, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import tyro
 from rich.console import Console
 
 from weft.comm.checkpoint import find_format_fault
-from weft.comm.dist import joined_world
 from weft.comm.mesh import fit_mesh, make_mesh
+from weft.comm.rendezvous import joined_world
 from weft.errors import CommError
 from weft.train.config import TrainConfig, read_config
 from weft.train.corpus import open_corpus

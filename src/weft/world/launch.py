@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from weft.comm.axis import Axis
-from weft.comm.dist import gloo_world, open_store
+from weft.comm.rendezvous import gloo_world, open_store
 from weft.errors import RankError, name_failing_rank
 
 T = TypeVar("T")
