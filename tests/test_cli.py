@@ -145,7 +145,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("line", ["starting 2 ranks", "scan: warming up"])
+@pytest.mark.parametrize("line", [pytest.param("starting 2 ranks", marks=pytest.mark.slow), "scan: warming up"])
 def test_ctrl_c_before_the_first_sample_ends_it_too(line: str) -> None:
     code, _, err = interrupt(line, "bench", "scan", "--ranks", "2", "--repeats", "100000")
     assert code in (0, 130), err  # 0 if the table could be shown all the same

@@ -32,7 +32,9 @@ def train(axis: weft.Axis, ranks: list[int], run: Run) -> tuple[Tensor, Tensor, 
     return None if group is None else train_rows(weft.Axis.of(group), run)
 
 
-@pytest.mark.parametrize(("ranks", "ownership"), [([0, 1], "strided"), ([5, 0, 3, 2], "contiguous")])
+@pytest.mark.parametrize(
+    ("ranks", "ownership"), [pytest.param([0, 1], "strided", marks=pytest.mark.slow), ([5, 0, 3, 2], "contiguous")]
+)
 def test_training_is_dense_training(pool: ProcessWorld, ranks: list[int], ownership: str) -> None:
     run = Run(len(ranks), 40, 2, 0.05, ownership, prefetch=True)
     wanted = train_dense(run)

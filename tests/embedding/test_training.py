@@ -35,7 +35,7 @@ def steps(network: str) -> int:
 CASES = list(itertools.product((1, 3), (0.0, 0.05), ("strided", "contiguous"), (False, True)))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_exact_is_dense_training_in_every_combination(ranks: int, network: str) -> None:
     """A fourth of them here, another one for each number of ranks; all with `make soak`."""
     some = CASES if "WEFT_SOAK" in os.environ else CASES[ranks % 4 :: 5]

@@ -92,6 +92,7 @@ def test_label_smoothing_of_trainer_is_refused(four: ProcessWorld, tmp_path: Pat
         assert "leave label_smoothing_factor at 0" in words
 
 
+@pytest.mark.slow
 def test_counts_of_one_rank_alone_are_refused(four: ProcessWorld, tmp_path: Path) -> None:
     for words in four.run(trainer_fault, str(tmp_path), {"average_tokens_across_devices": False}, False):
         assert "leave Trainer's average_tokens_across_devices on" in words

@@ -50,7 +50,9 @@ def test_every_order_has_the_same_bits(size: int) -> None:
         assert_all_have(wanted, found)
 
 
-@pytest.mark.parametrize(("size", "mode"), [(1, "exact"), (2, "exact"), (2, "lazy"), (2, "auto"), (4, "exact")])
+@pytest.mark.parametrize(
+    ("size", "mode"), [(1, "exact"), (2, "lazy"), (2, "auto"), pytest.param(4, "exact", marks=pytest.mark.slow)]
+)
 def test_low_precision_and_the_modes_of_tables(size: int, mode: str) -> None:
     """bf16 with fp32 masters and moments; tables whose rows lie still for some steps."""
     for dtype in every((torch.bfloat16, torch.float64)):

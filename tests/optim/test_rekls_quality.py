@@ -17,6 +17,7 @@ RATES = {
 }
 
 
+@pytest.mark.slow
 def test_stable_learns_better_than_exact_from_a_teacher() -> None:
     for seed in range(2):
         jobs = {variant: Job("teacher-student", variant, RATES["teacher-student"][variant], seed, 300)

@@ -116,6 +116,7 @@ def many(axis: weft.Axis) -> float:
     return max(scan_on(None, "scalar", method, False, seed=1) for method in METHODS)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_thirty_two_ranks_do_not_hang() -> None:

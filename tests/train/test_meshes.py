@@ -33,7 +33,7 @@ def train_virtually(dp: int, cp: int, **changes: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("dtype", ["fp64", slow("fp32")])
-@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 2), (2, 2), (1, 4), slow(3, 1), slow(2, 3)])
+@pytest.mark.parametrize(("dp", "cp"), [slow(2, 1), (1, 2), (2, 2), (1, 4), slow(3, 1), slow(2, 3)])
 def test_data_and_context_ranks(dp: int, cp: int, dtype: str) -> None:
     """Sequences of 31 tokens do not divide by the ranks; every rank reports the same loss, to the bit."""
     found = train_virtually(dp, cp, dtype=dtype)
@@ -58,12 +58,13 @@ def test_other_settings(changes: dict[str, Any]) -> None:
     assert furthest(train_virtually(1, 3, steps=6, **changes)[0], alone(steps=6, **changes)) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_published_variant_trains_too() -> None:
     """It does not follow one process: see docs/rekls.md."""
     assert train_virtually(1, 2, variant="exact")[0][-1] < 0.9 * alone()[0]
 
 
-MESHES = {2: [(1, 1, 2)], 4: [(1, 2, 2), (2, 1, 2), (2, 2, 1)]}  # cp 4 above
+MESHES = {2: [(1, 1, 2)], 4: [(1, 2, 2), (2, 1, 2)]}  # without tensor ranks: above, and in test_checkpoints.py
 
 
 @pytest.mark.processes
@@ -77,7 +78,9 @@ def test_real_meshes(two: ProcessWorld, four: ProcessWorld, shape: tuple[int, in
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("wrap", "shape"), [("ddp", (2, 2, 1)), ("fsdp2", (2, 2, 1)), ("fsdp2", (2, 1, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("wrap", "shape"), [("ddp", (2, 2, 1)), slow("fsdp2", (2, 2, 1)), ("fsdp2", (2, 1, 2))], ids=str
+)
 def test_the_same_model_in_torchs_wrappers(four: ProcessWorld, wrap: Any, shape: tuple[int, int, int]) -> None:
     found = four.run(train_on_mesh, shape, replace(SMALL, steps=8, wrap=wrap))
     assert all(losses == found[0] for losses in found)
