@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from weft.train.report import write_report
 from weft.train.sample import generate, load_model
 
 
-def demo(out: Path = Path("demo"), steps: int = 120, ranks: int = 4) -> None:
+def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
     """Train a small language model on local ranks, then in one process, and write a report that compares them.
 
     Args:
@@ -29,7 +30,9 @@ def demo(out: Path = Path("demo"), steps: int = 120, ranks: int = 4) -> None:
     if ranks not in (2, 4):
         raise ValueError(f"demo: --ranks must be 2 or 4, got {ranks}")
     folder = free_folder(out)
-    config = TrainConfig(steps=steps, cp=2, dp=ranks // 2, checkpoint_every=0, validate_every=max(1, steps // 4))
+    config = TrainConfig(
+        steps=steps, cp=2, dp=ranks // 2, length=2048, batch=2, checkpoint_every=0, validate_every=max(1, steps // 4)
+    )
     shared, alone = folder / f"{ranks}-ranks", folder / "one-process"
     _tell(f"1. {ranks} ranks: {config.dp} data-parallel x {config.cp} context-parallel")
     _train(dataclasses.replace(config, out=shared))
@@ -65,7 +68,8 @@ def _train(config: TrainConfig) -> None:
     config.out.mkdir(parents=True)
     path = config.out.with_suffix(".json")
     path.write_text(config.as_json())
-    done = subprocess.run([sys.executable, "-m", "weft.train", str(path)], stdout=subprocess.DEVNULL)
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun gives to each rank: the same sums in one process
+    done = subprocess.run([sys.executable, "-m", "weft.train", str(path)], stdout=subprocess.DEVNULL, env=threads)
     if done.returncode:
         _tell(f"demo: `weft train {path}` ended with status {done.returncode}")
         sys.exit(done.returncode)
