@@ -17,7 +17,7 @@ check: .venv/ready
 	$(BIN)/lint-imports
 
 soak: .venv/ready
-	$(BIN)/pytest -m slow --timeout 1200 --numprocesses 2 --dist loadgroup
+	WEFT_SOAK=1 $(BIN)/pytest -m slow --timeout 1200 --numprocesses 2 --dist loadgroup
 	WEFT_SOAK=1 $(BIN)/pytest -m "not slow" -k "nccl or every_combination" --timeout 1200 --numprocesses 2 --dist loadgroup
 
 bench: .venv/ready

@@ -9,6 +9,7 @@ import re
 import statistics
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import made_up_run
 import pytest
@@ -180,3 +181,17 @@ def test_the_command_says_where_the_file_is(run: Path, tmp_path: Path, capsys: p
     show_report(run, out=out)
     assert capsys.readouterr().out == f"report: {out}\n" and out.read_text().endswith("</html>\n")
     assert [path.name for path in out.parent.iterdir()] == ["page.html"] and not (run / "report.html").exists()
+
+
+def test_a_picture_stands_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Well-formed SVG with both charts; a run without them is refused."""
+    show_report(run, out=tmp_path / "page.html", picture=tmp_path / "step.svg")
+    assert str(tmp_path / "step.svg") in capsys.readouterr().out
+    drawing = ElementTree.parse(tmp_path / "step.svg").getroot()
+    kinds = [part.get("class") for part in drawing.iter("{http://www.w3.org/2000/svg}svg") if part.get("class")]
+    assert kinds == ["bars wide", "timeline wide"] and drawing.get("viewBox")
+    said = " ".join("".join(part.itertext()) for part in drawing.iter("{http://www.w3.org/2000/svg}text"))
+    assert all(name in said for name in (*FAMILIES, "rank 0", "plain"))
+    (run / "plain.json").unlink()
+    with pytest.raises(ValueError, match=r"--picture needs metrics.jsonl, plain.json and timeline.json"):
+        show_report(run, picture=tmp_path / "other.svg")
