@@ -218,6 +218,7 @@ def test_a_wrong_number_of_ranks_is_told(call_main: Callable[..., int], capsys: 
     assert "ranks must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_rekls_compares_with_the_replicated_algorithm(
     tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

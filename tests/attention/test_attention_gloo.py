@@ -106,7 +106,9 @@ def compiled_steps(axis: weft.Axis, method: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name == "gather" else [pytest.mark.slow]) for name in METHODS]
+)
 def test_a_compiled_model_gives_the_same(pool: ProcessWorld, method: str) -> None:
     assert max(pool.run(compiled_steps, method)) < 1e-5
 

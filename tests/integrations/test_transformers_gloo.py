@@ -57,6 +57,7 @@ def test_trainer_on_two_context_ranks(two: ProcessWorld, wanted: Trained, tmp_pa
     assert_trained_alike(two.run(train_shared, "qwen3", str(tmp_path), 2, 1, {}), wanted)
 
 
+@pytest.mark.slow
 def test_trainer_on_two_data_by_two_context_ranks(four: ProcessWorld, wanted: Trained, tmp_path: Path) -> None:
     assert_trained_alike(four.run(train_shared, "qwen3", str(tmp_path), 1, 2, {}), wanted)
 

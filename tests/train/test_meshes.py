@@ -87,6 +87,7 @@ def test_the_same_model_in_torchs_wrappers(four: ProcessWorld, wrap: Any, shape:
     assert furthest(found[0], alone(steps=8)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_products_in_bf16(two: ProcessWorld) -> None:
     """Weights and sums stay fp32, so that it follows fp32 roughly and learns."""

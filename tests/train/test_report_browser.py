@@ -78,7 +78,11 @@ def look(browser: str, page: Path, folder: Path, *more: str) -> tuple[dict[str, 
     return json.loads(html.unescape(said[1])), console
 
 
-@pytest.mark.parametrize(("window", "dark"), [("1100,2600", False), ("500,2600", True)], ids=["wide", "narrow, dark"])
+@pytest.mark.parametrize(
+    ("window", "dark"),
+    [("1100,2600", False), pytest.param("500,2600", True, marks=pytest.mark.slow)],
+    ids=["wide", "narrow, dark"],
+)
 def test_a_browser_shows_every_figure(browser: str, report: Path, tmp_path: Path, window: str, dark: bool) -> None:
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     found, console = look(browser, report, tmp_path, f"--window-size={window}", scheme)
