@@ -92,7 +92,7 @@ def test_what_is_half_there_is_no_checkpoint(saved: TrainConfig) -> None:
 
 
 def test_another_model_is_refused(saved: TrainConfig) -> None:
-    with pytest.raises(ValueError, match="was made with width 16, not 32; weights do not fit"):
+    with pytest.raises(ValueError, match="was made with --width 16, not 32; leave it as it was"):
         run(None, (1, 1, 1), replace(saved, resume=saved.out, width=32))
     other = replace(saved, resume=saved.out, wrap="ddp")  # in one process the same model, stepped by other parts
     assert len(run(None, (1, 1, 1), replace(other, steps=9))) == 1

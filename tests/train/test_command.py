@@ -15,9 +15,8 @@ from small_run import SMALL
 
 import weft
 from weft import cli
-from weft.comm.mesh import fit_mesh
 from weft.train.command import read_defaults
-from weft.train.config import TrainConfig, read_config
+from weft.train.config import TrainConfig, fit_mesh, read_config
 from weft.train.metrics import FAMILIES, MetricsFile, read_lines
 from weft.train.mixers import Place
 from weft.train.run_folder import list_checkpoints

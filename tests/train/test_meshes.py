@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +107,23 @@ def test_a_mesh_that_differs_between_ranks() -> None:
     found = virtual_world(2).run(program).results
     assert found[0] and found[0].partition("raised on")[0] == found[1].partition("raised on")[0]
     assert "lr" in found[0]
+
+
+def test_data_that_differ_between_ranks(tmp_path: Path) -> None:
+    """Other text on another host, or a path that one rank cannot read: the same error on all."""
+    (tmp_path / "a.txt").write_text("one " * 500)
+    (tmp_path / "b.txt").write_text("two " * 500)
+
+    def refused(names: tuple[str, str]) -> list[str]:
+        def program(axis: weft.Axis) -> str:
+            try:
+                Trainer(replace(SMALL, data=tmp_path / names[axis.rank]), virtual_mesh(axis, 1, 2))
+            except ValueError as error:
+                return str(error).partition("raised on")[0]
+            return ""
+
+        return virtual_world(2).run(program).results
+
+    differ, unreadable = refused(("a.txt", "b.txt")), refused(("a.txt", "nowhere.txt"))
+    assert "data" in differ[0] and differ[0] == differ[1]
+    assert "nowhere.txt does not exist" in unreadable[0] and unreadable[0] == unreadable[1]

@@ -25,10 +25,10 @@ import weft
 from weft.bench import plain_attention
 from weft.bench.plain_attention import gather_then_attend, lasp2
 from weft.comm import Axis, Ledger, record
-from weft.comm.mesh import ParallelMesh, fit_mesh, make_mesh
+from weft.comm.mesh import ParallelMesh, make_mesh
 from weft.comm.torch_parallel import wrap_with_ddp
 from weft.comm.wire import SoloWire
-from weft.train.config import TrainConfig
+from weft.train.config import TrainConfig, fit_mesh
 from weft.train.metrics import FAMILIES, family_of
 from weft.train.mixers import LinearMixer, SoftmaxMixer
 from weft.train.model import LanguageModel

@@ -44,33 +44,6 @@ class ParallelMesh:
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in zip(NAMES, self.shape, strict=True))
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.world.begin("barrier", tell=[]).told.wait()
-
-
-def fit_mesh(dp: int | None, cp: int, tp: int, ranks: int | None) -> tuple[int, int, int]:
-    """The shape of a mesh over ``ranks`` (None: as many as it needs); ``dp`` None takes what the others leave.
-
-    >>> fit_mesh(None, 2, 1, 4)
-    (2, 2, 1)
-    """
-    if min(cp, tp, 1 if dp is None else dp) < 1:
-        raise ValueError(f"train: --dp, --cp and --tp must be at least 1, got {dp}, {cp} and {tp}")
-    if dp is None:
-        if ranks is not None and ranks % (cp * tp):
-            raise ValueError(
-                f"train: --cp {cp} x --tp {tp} needs a multiple of {cp * tp} ranks, but there are {ranks}; change one "
-                f"of them"
-            )
-        dp = 1 if ranks is None else ranks // (cp * tp)
-    if ranks is not None and dp * cp * tp != ranks:
-        raise ValueError(
-            f"train: a mesh of --dp {dp} x --cp {cp} x --tp {tp} needs {dp * cp * tp} ranks, but there are {ranks}; "
-            f"leave out --dp, or start {dp * cp * tp} ranks"
-        )
-    return dp, cp, tp
-
 
 def make_mesh(shape: tuple[int, int, int]) -> ParallelMesh:
     """The mesh of all ranks of WORLD, who must all ask; tensor-parallel neighbours are ranks next to each other."""

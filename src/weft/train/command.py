@@ -16,10 +16,10 @@ import tyro
 from rich.console import Console
 
 from weft.comm.checkpoint import find_format_fault
-from weft.comm.mesh import fit_mesh, make_mesh
+from weft.comm.mesh import make_mesh
 from weft.comm.rendezvous import joined_world
 from weft.errors import CommError
-from weft.train.config import TrainConfig, read_config
+from weft.train.config import TrainConfig, fit_mesh, read_config
 from weft.train.corpus import open_corpus
 from weft.train.metrics import MetricsFile, read_lines
 from weft.train.progress import ProgressLine, show_config, traffic_table

@@ -19,7 +19,7 @@ from weft.comm.mesh import ParallelMesh
 from weft.comm.text import share_text
 from weft.comm.torch_parallel import wrap_with_ddp_beside_tables, wrap_with_fsdp2
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
-from weft.train.config import MODEL, TrainConfig
+from weft.train.config import MODEL, TrainConfig, flag
 from weft.train.corpus import Corpus, open_corpus
 from weft.train.metrics import StepTraffic, share_traffic, spans_of
 from weft.train.mixers import Place
@@ -233,11 +233,11 @@ class Trainer:
         folder = Path(share_text(self.mesh.world, "train.resume", chosen)[0])
         _, facts = find_checkpoint(folder)
         before = facts["config"]
-        for name in (*MODEL, "dtype", "length"):
-            now = json.loads(self.config.as_json())[name]
-            if name != "vocabulary" and before[name] != now:
+        for name in (*MODEL, "length"):  # the place in the data counts sequences of this length
+            now = getattr(self.config, name)
+            if before[name] != now:
                 raise ValueError(
-                    f"train: --resume {folder} was made with {name} {before[name]}, not {now}; weights do not fit"
+                    f"train: --resume {folder} was made with {flag(name)} {before[name]}, not {now}; leave it as it was"
                 )
         if facts["data"] != self.corpus.digest or before["seed"] != self.config.seed:
             logger.warning("train: --resume %s was made with other data or another seed; its place is kept", folder)
