@@ -20,12 +20,11 @@ from weft.comm.mesh import make_mesh
 from weft.comm.rendezvous import joined_world
 from weft.errors import CommError
 from weft.train.config import TrainConfig, fit_mesh, read_config
-from weft.train.corpus import open_corpus
 from weft.train.metrics import MetricsFile, read_lines
 from weft.train.progress import ProgressLine, show_config, traffic_table
 from weft.train.report import write_report
 from weft.train.run_folder import CHECKPOINTS, find_checkpoint, forget_halves, list_checkpoints
-from weft.train.trainer import Trainer
+from weft.train.trainer import Trainer, open_data
 
 T = TypeVar("T")
 WORDED = ("train: ", "OverlappedStep: ")  # errors that say what went wrong and what was kept
@@ -110,8 +109,7 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
         raise ValueError("train: --wrap ddp takes whole weights, so --tp 1; --wrap fsdp2 takes both")
     if ranks is None:
         _check_folders(config)
-        open_corpus(config.data, vocabulary=config.vocabulary, token_bytes=config.token_bytes,
-                    document_token=config.document_token)  # fmt: skip
+        open_data(config)
         count = shape[0] * shape[1] * shape[2]
         if count > 1:
             _start_ranks(count, arguments)
@@ -142,9 +140,13 @@ def _check_folders(config: TrainConfig) -> None:
         )
 
 
+def _was_restarted() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def _restarted(config: TrainConfig) -> TrainConfig:
     """After torchrun has started the ranks again: go on with the newest checkpoint of the run itself."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and list_checkpoints(config.out):
+    if _was_restarted() and list_checkpoints(config.out):
         return dataclasses.replace(config, resume=config.out)
     return config
 
@@ -152,7 +154,7 @@ def _restarted(config: TrainConfig) -> TrainConfig:
 def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
     mesh = make_mesh(shape)
     first, fault = mesh.world.rank == 0, None
-    if first and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    if first and not _was_restarted():
         try:
             _check_folders(config)
         except ValueError as error:

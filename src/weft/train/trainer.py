@@ -64,6 +64,14 @@ class _Common:
     data: str
 
 
+def open_data(config: TrainConfig) -> Corpus:
+    """The corpus of a run, held-out part included."""
+    return open_corpus(
+        config.data, vocabulary=config.vocabulary, token_bytes=config.token_bytes,
+        document_token=config.document_token,
+    )  # fmt: skip
+
+
 class Trainer:
     """One rank of a run; all ranks make one and iterate over it.
 
@@ -95,10 +103,7 @@ class Trainer:
         """The corpus; all ranks raise alike if one cannot open it, or if theirs differ."""
         config, fault, corpus = self.config, None, None
         try:
-            corpus = open_corpus(
-                config.data, vocabulary=config.vocabulary, token_bytes=config.token_bytes,
-                document_token=config.document_token,
-            )  # fmt: skip
+            corpus = open_data(config)
         except ValueError as error:
             fault = error
         common = _Common(replace(config, data=None).as_json(), corpus.digest) if corpus else None
