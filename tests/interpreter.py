@@ -14,7 +14,7 @@ import torch
 class Interpreter:
     """Runs functions of test modules, one at a time, with ``TRITON_INTERPRET=1``."""
 
-    def __init__(self, timeout: float = 240) -> None:
+    def __init__(self, timeout: float = 1100) -> None:  # pytest's own limit of a test comes first
         self._timeout = timeout
 
     def __enter__(self) -> Interpreter:
