@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from weft.train.metrics import read_lines
 from weft.train.progress import compare_table
 from weft.train.report import write_report
 from weft.train.sample import generate, load_model
+from weft.world.local_ranks import run_ranks
 
 
 def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
@@ -68,11 +67,11 @@ def _train(config: TrainConfig) -> None:
     config.out.mkdir(parents=True)
     path = config.out.with_suffix(".json")
     path.write_text(config.as_json())
-    threads = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun gives to each rank: the same sums in one process
-    done = subprocess.run([sys.executable, "-m", "weft.train", str(path)], stdout=subprocess.DEVNULL, env=threads)
-    if done.returncode:
-        _tell(f"demo: `weft train {path}` ended with status {done.returncode}")
-        sys.exit(done.returncode)
+    command = [sys.executable, "-P", "-m", "weft.train", str(path)]
+    status = run_ranks(command, (config.dp or 1) * config.cp, "demo", quiet=True)
+    if status:
+        _tell(f"demo: `weft train {path}` ended with status {status}")
+        sys.exit(status)
 
 
 def _tell(words: str) -> None:

@@ -1,4 +1,4 @@
-"""`weft train`: read settings, start ranks (torchrun does), train, and say what went wrong in one line."""
+"""`weft train`: read settings, start local ranks or join torchrun's, train, and say what went wrong in one line."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from weft.train.progress import ProgressLine, show_config, traffic_table
 from weft.train.report import write_report
 from weft.train.run_folder import CHECKPOINTS, find_checkpoint, forget_halves, list_checkpoints
 from weft.train.trainer import Trainer, open_data
+from weft.world.local_ranks import PATIENCE, run_ranks
 
 T = TypeVar("T")
 WORDED = ("train: ", "OverlappedStep: ")  # errors that say what went wrong and what was kept
@@ -42,7 +43,7 @@ def make_command(arguments: Sequence[str]) -> Callable[..., None]:
     ) -> None:
         """Train a hybrid language model with all four families at once.
 
-        It starts dp x cp x tp local ranks by torchrun; `torchrun ... -m weft.train` joins the ranks there are.
+        It starts dp x cp x tp local ranks; `torchrun ... -m weft.train` joins the ranks there are.
 
         Args:
             config: Settings in a .json or .toml file, by their names below with underscores; flags come after it.
@@ -112,17 +113,12 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
         open_data(config)
         count = shape[0] * shape[1] * shape[2]
         if count > 1:
-            _start_ranks(count, arguments)
+            sys.stderr.flush()
+            command = [sys.executable, "-P", "-m", "weft.train", *arguments]
+            sys.exit(run_ranks(command, count, "train", max(PATIENCE, config.timeout)))
     config = dataclasses.replace(config, dp=shape[0])
     with joined_world(timedelta(seconds=config.timeout)):
         _train(config, shape)
-
-
-def _start_ranks(count: int, arguments: Sequence[str]) -> None:
-    """Become torchrun with this same command on ``count`` local ranks."""
-    sys.stderr.flush()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    os.execv(sys.executable, [*command, "-m", "weft.train", *arguments])
 
 
 def _check_folders(config: TrainConfig) -> None:

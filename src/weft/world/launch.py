@@ -29,7 +29,7 @@ class ProcessWorld:
     """``ranks`` Gloo processes, kept between calls of `run`. Use it as a context manager.
 
     The processes are forked from a server that has already imported torch, so that a rank starts in
-    milliseconds. The rendezvous store lives in this process, on a port the system chooses.
+    milliseconds. The rendezvous store lives in this process, on a port of the loopback that the system chooses.
     """
 
     def __init__(self, ranks: int, timeout: timedelta = timedelta(minutes=5)) -> None:
@@ -140,7 +140,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_follow_parent, name="weft parent", daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with gloo_world(open_store(port, timeout), rank, size, timeout) as axis:
         while True:
             try:
