@@ -18,14 +18,8 @@ from weft.train.sample import generate, load_model
 from weft.world.local_ranks import run_ranks
 
 
-def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
-    """Train a small language model on local ranks, then in one process, and write a report that compares them.
-
-    Args:
-        out: Folder for both runs and the report; if it is taken, one with a number after it.
-        steps: Steps of each run.
-        ranks: 2 or 4 local ranks: 2 context-parallel ones, the others data-parallel.
-    """
+def run_demo(out: Path, steps: int, ranks: int) -> None:
+    """What `weft demo` does; the flags are described there."""
     if ranks not in (2, 4):
         raise ValueError(f"demo: --ranks must be 2 or 4, got {ranks}")
     folder = free_folder(out)
