@@ -50,7 +50,7 @@ def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
 
 
 def test_what_ranks_cannot_import_is_told(pool: ProcessWorld) -> None:
-    with pytest.raises(TypeError, match="launch: a rank cannot import what it was sent: .*'no such name'; functions"):
+    with pytest.raises(TypeError, match=r"launch: a rank cannot import what it was sent: .*'no such name'; functions"):
         pool.run(plain, Odd())
     assert pool.run(plain, 1) == list(range(1, 8))
 

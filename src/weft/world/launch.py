@@ -143,7 +143,7 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
 
 NO_GUARD = (
     "launch: ranks import the script that starts them, and it called launch again; put the call under "
-    "`if __name__ == \"__main__\":`"
+    '`if __name__ == "__main__":`'
 )
 
 
