@@ -23,6 +23,10 @@ def run_demo(out: Path, steps: int, ranks: int) -> None:
     if ranks not in (2, 4):
         raise ValueError(f"demo: --ranks must be 2 or 4, got {ranks}")
     folder = free_folder(out)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"demo: --out {folder} cannot be made: {error.strerror}") from None
     config = TrainConfig(
         steps=steps, cp=2, dp=ranks // 2, length=2048, batch=2, checkpoint_every=0, validate_every=max(1, steps // 4)
     )
@@ -58,7 +62,7 @@ def free_folder(wanted: Path) -> Path:
 
 def _train(config: TrainConfig) -> None:
     """By the command itself, whose progress is shown; the settings go through a file, as a user's would."""
-    config.out.mkdir(parents=True)
+    config.out.mkdir()
     path = config.out.with_suffix(".json")
     path.write_text(config.as_json())
     command = [sys.executable, "-P", "-m", "weft.train", str(path)]

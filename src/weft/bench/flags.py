@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from pathlib import Path
@@ -30,7 +29,8 @@ def check_file(flag: str, path: Path | None) -> None:
             raise ValueError(f"{flag} {path} is {'a folder' if path.is_dir() else 'no regular file'}; give a file")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
             pass
-        if path.exists() and not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if path.exists():
+            with path.open("ab"):
+                pass
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
