@@ -51,12 +51,14 @@ _HOMES = {name: part for part, names in PARTS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, when it is first asked for."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    """A public name, or a part such as ``weft.comm``, when it is first asked for."""
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if f"weft.{name}" in (*PARTS, "weft.errors"):
+        return import_module(f"weft.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

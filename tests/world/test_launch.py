@@ -32,6 +32,8 @@ def test_launch_gives_results_in_rank_order() -> None:
     assert weft.launch(plain, 3, 100) == [100, 101, 102]
     with pytest.raises(ValueError, match="ranks must be at least 1"):
         weft.launch(plain, 0)
+    with pytest.raises(TypeError, match="launch: ranks must be an int, got '2'"):
+        weft.launch(plain, "2")  # type: ignore[arg-type]
 
 
 class Odd:

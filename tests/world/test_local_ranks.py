@@ -160,9 +160,10 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, monkeypatch, capfd: py
     assert not any(lives(int(facts[0])) for facts in facts_of(tmp_path, 2))
 
 
-def test_patience_ends(tmp_path: Path) -> None:
+def test_patience_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Sender(tmp_path, 2, signal.SIGTERM)
     assert run_ranks(command(tmp_path, "handle(); join(); ready(); time.sleep(600)"), 2, "test", 0.3) == 128 + 15
+    assert capfd.readouterr().err == "test: SIGTERM: not done after 0.3 s, ended\n"
     assert not any(lives(int(facts[0])) for facts in facts_of(tmp_path, 2))
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,8 @@ class LocalRank:
     def note_failure(self, error: Exception) -> None:
         """While the others still see this rank: later they fail, too, and say that it is gone."""
         text = f"{time.monotonic_ns()} {type(error).__name__}: {error}"
-        (self.folder / f"failure-{self.rank}").write_text(text)
+        with suppress(OSError):  # the error itself is what matters
+            (self.folder / f"failure-{self.rank}").write_text(text)
 
     def failure(self) -> tuple[int, str] | None:
         """(when by the machine's clock, the error), or None if there is no note of one."""

@@ -29,6 +29,8 @@ _TAIL = 20_000  # characters of a failed rank's standard error
 
 def check_count(ranks: int, words: str) -> None:
     """Refuse numbers of local ranks that no machine should be asked for."""
+    if not isinstance(ranks, int):
+        raise TypeError(f"{words}: ranks must be an int, got {ranks!r}")
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"{words}: ranks must be at least 1 and at most {MOST_RANKS} on one machine, got {ranks}")
 
@@ -143,7 +145,11 @@ class _Ranks:
         """The exit status of all, after a word about the rank that failed first if it could not say it itself."""
         failed = [rank for rank, status in self.statuses.items() if status]
         if not failed:
-            return 128 + self.signals[0][0] if len(self.statuses) < self.count else 0
+            if len(self.statuses) == self.count:
+                return 0
+            if self.passed_on and time.monotonic() > self.deadline:
+                self.say(f"{signal.Signals(self.signals[0][0]).name}: not done after {self.patience:g} s, ended")
+            return 128 + self.signals[0][0]
         notes = {rank: note for rank in failed if (note := self.ranks[rank].failure()) is not None}
         # Killed ones have no time to leave a note, and what the others note then is that somebody is gone.
         killed = [rank for rank in failed if self.statuses[rank] < 0 and rank not in notes]
