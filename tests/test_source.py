@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,27 @@ def test_importing_weft_does_no_work() -> None:
     )
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and result.stdout == "", result.stderr
+
+
+# "weft" on PyPI is somebody else's package: who is told to install that would run a stranger's code.
+STRANGER = re.compile(r"""pip3? install[^\n`;]*(?<![\w./-])weft(?![\w-])|(?<![\w-])weft\[[a-z]""")
+
+
+def test_nobody_is_told_to_install_a_strangers_package() -> None:
+    for words in ("pip install weft", "pip install 'weft[train]'", 'pip install -U "weft"', "the extra weft[plot]"):
+        assert STRANGER.search(words), words
+    for words in ("pip install 'weft-torch[train]'", "pip install .", "pip install ./weft", "weft-torch[plot]"):
+        assert not STRANGER.search(words), words
+    root = SOURCE.parent.parent
+    assert 'name = "weft-torch"' in (root / "pyproject.toml").read_text()
+    texts = [path for name in ("src", "docs", "examples", "tests") for path in (root / name).rglob("*.*")]
+    texts += [root / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")]
+    found = {
+        f"{path.relative_to(root)}: {line.strip()}"
+        for path in texts if path.suffix in ("", ".py", ".md", ".toml") and path != Path(__file__)
+        for line in path.read_text().splitlines() if STRANGER.search(line)
+    }  # fmt: skip
+    assert not found
 
 
 def test_public_names() -> None:

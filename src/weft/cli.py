@@ -1,34 +1,64 @@
-"""The command line: weft train | demo | sample | report | bench SUITE | trace SCHEDULE | kernels."""
+"""The command line: weft train | demo | sample | report | bench SUITE | trace SCHEDULE | kernels.
+
+What is here shows help without importing torch; a command imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, NoReturn
 
 import tyro
 
-from weft.bench import kernels, trace
-from weft.bench.commands import BENCHES, measure
-from weft.bench.demo import demo
-from weft.bench.report import Report, describe_machine
-from weft.train.command import make_command
+from weft import __version__
+from weft.bench.commands import BENCHES
+from weft.bench.flags import check_at_least, check_file
+from weft.train.entry import make_command
 from weft.train.report import show_report
-from weft.train.sample import sample
-from weft.world import Machine
+
+Command = Callable[..., None]
+MOST_VIRTUAL_RANKS = 4096  # each is a thread
+
+
+def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
+    """Train a small language model on local ranks, then in one process, and write a report that compares them.
+
+    Args:
+        out: Folder for both runs and the report; if it is taken, one with a number after it.
+        steps: Steps of each run.
+        ranks: 2 or 4 local ranks: 2 context-parallel ones, the others data-parallel.
+    """
+    check_at_least(1, steps=steps)
+    from weft.bench.demo import run_demo
+
+    run_demo(out, steps, ranks)
+
+
+def sample(
+    run: Annotated[Path, tyro.conf.Positional], prompt: str = "def ", tokens: int = 300, temperature: float = 0.7,
+    top_k: int = 40, seed: int = 0,
+) -> None:  # fmt: skip
+    """Print text that a trained model writes after a prompt.
+
+    Args:
+        run: Folder of a run, or one of its checkpoints.
+        prompt: What the text begins with.
+        tokens: Bytes to add at most.
+        temperature: 0 takes the likeliest byte, 1 draws as the model says.
+        top_k: Draw among this many.
+        seed: Of the draws.
+    """
+    from weft.train.sample import print_sample
+
+    print_sample(run, prompt, tokens, temperature, top_k, seed)
 
 
 def trace_scan(
-    out: Path,
-    method: str = "doubling",
-    ranks: int = 8,
-    heads: int = 16,
-    keys: int = 128,
-    values: int = 128,
-    latency: float = 5e-6,
-    bandwidth: float = 25e9,
-    flops: float = float("inf"),
-    memory_bandwidth: float = float("inf"),
-) -> None:
+    out: Path, method: str = "doubling", ranks: int = 8, heads: int = 16, keys: int = 128, values: int = 128,
+    latency: float = 5e-6, bandwidth: float = 25e9, flops: float = float("inf"), memory_bandwidth: float = float("inf"),
+) -> None:  # fmt: skip
     """Run one scan in virtual time and write its timeline for ui.perfetto.dev.
 
     Args:
@@ -43,6 +73,13 @@ def trace_scan(
         flops: FLOP per second of local products.
         memory_bandwidth: Bytes per second of local operators.
     """
+    check_at_least(1, ranks=ranks, heads=heads, keys=keys, values=values)
+    if ranks > MOST_VIRTUAL_RANKS:
+        raise ValueError(f"--ranks must be at most {MOST_VIRTUAL_RANKS}, got {ranks}")
+    check_file("--out", out)
+    from weft.bench import trace
+    from weft.world import Machine
+
     machine = Machine(latency, bandwidth, flops, memory_bandwidth)
     run = trace.trace_scan(machine, ranks, method, (heads, keys, values))
     run.timeline.save_trace(out)
@@ -50,15 +87,10 @@ def trace_scan(
 
 
 def show_kernels(
-    decays: tuple[str, ...] = kernels.DECAYS,
-    dims: tuple[int, ...] = (64, 128, 256),
-    chunks: tuple[int, ...] = (64,),
-    dtypes: tuple[str, ...] = ("bf16",),
-    capabilities: tuple[int, ...] = tuple(kernels.GPUS),
-    tokens: int = 8192,
-    heads: int = 16,
+    decays: tuple[str, ...] = (), dims: tuple[int, ...] = (64, 128, 256), chunks: tuple[int, ...] = (64,),
+    dtypes: tuple[str, ...] = ("bf16",), capabilities: tuple[int, ...] = (), tokens: int = 8192, heads: int = 16,
     json: Path | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Compile the Triton kernels of linear attention ahead of time and say what they use. No GPU is needed.
 
     Spilled registers or too much shared memory for two stages end the command with code 1. FLOP/byte counts each tensor
@@ -67,45 +99,89 @@ def show_kernels(
     A second table has the bytes and FLOPs of each phase beside the least there is.
 
     Args:
-        decays: Classes of decay: none, constant, scalar, vector.
+        decays: Classes of decay: none, constant, scalar, vector. All if left out.
         dims: K = V.
         chunks: Tokens of a chunk.
         dtypes: Of q, k and v: bf16, fp16, fp32. Gates are fp32.
-        capabilities: Compute capabilities: 80, 90, 100.
+        capabilities: Compute capabilities: 80, 90, 100. All if left out.
         tokens: Tokens of the sequence; grids, bytes and FLOPs are those of this length.
         heads: Heads.
         json: Write the rows here, with a header of machine, versions and commit.
     """
-    todo = kernels.shapes(decays, dims, chunks, dtypes, tokens, heads)
+    check_at_least(1, dims=dims, chunks=chunks, tokens=tokens, heads=heads)
+    check_file("--json", json)
+    from weft.bench import kernels
+    from weft.bench.report import Report, describe_machine
+    from weft.bench.suite import measure
+
+    todo = kernels.shapes(decays or kernels.DECAYS, dims, chunks, dtypes, tokens, heads)
     report = Report(kernels.layouts(tokens, heads), json, header=describe_machine(bench="kernels"))
     faults: list[str] = []
-    measure(report, lambda: faults.extend(kernels.run(report, todo, capabilities)))
+    measure(report, lambda: faults.extend(kernels.run(report, todo, capabilities or tuple(kernels.GPUS))))
     for fault in faults:
         print(f"weft kernels: {fault}", file=sys.stderr)
     if faults:
         sys.exit(1)
 
 
+# What each does in a line; a function, or several of them by name. The flags of train depend on what it is given.
+COMMANDS: dict[str, tuple[str, Command | dict[str, Command] | None]] = {
+    "train": ("Train a hybrid language model with all four families at once.", None),
+    "demo": ("Train a small model on local ranks and in one process, and compare them.", demo),
+    "sample": ("Print text that a trained model writes.", sample),
+    "report": ("Write the report of a run as one HTML file.", show_report),
+    "bench": ("Measure weft beside what people use today.", BENCHES),
+    "trace": ("Simulate an operation and write its timeline.", {"scan": trace_scan}),
+    "kernels": ("Compile the Triton kernels ahead of time and say what they use.", show_kernels),
+}
+
+
 def main() -> None:
     """Entry point of the ``weft`` command."""
-    bench = tyro.extras.SubcommandApp()
-    for name, command in BENCHES.items():
-        bench.command(name=name)(command)
-    traces = tyro.extras.SubcommandApp()
-    traces.command(name="scan")(trace_scan)
-    app = tyro.extras.SubcommandApp()
-    app.command(name="train")(make_command(sys.argv[2:] if sys.argv[1:2] == ["train"] else []))
-    app.command(name="demo")(demo)
-    app.command(name="sample")(sample)
-    app.command(name="report")(show_report)
-    app.command(bench, name="bench", help="Measure weft beside what people use today.")
-    app.command(traces, name="trace", help="Simulate an operation and write its timeline.")
-    app.command(name="kernels")(show_kernels)
     try:
-        app.cli(prog="weft", description="Distributed training operations, measured and simulated.")
+        _run(sys.argv[1:])
     except (ValueError, TypeError) as error:
-        print(f"weft: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(2, f"weft: {error}")
+    except OSError as error:
+        if error.filename is None:
+            raise  # not about a file that the user named
+        _end(1, f"weft: {error.filename}: {error.strerror}")
     except KeyboardInterrupt:
-        print("stopped before anything was measured", file=sys.stderr)
-        sys.exit(130)
+        _end(130, "stopped before anything was measured")
+
+
+def _run(words: list[str]) -> None:
+    if words in (["--version"], ["-V"]):
+        print(f"weft {__version__}")
+        return
+    lines = {name: line for name, (line, _) in COMMANDS.items()}
+    name = _choose("weft", words, "Distributed training operations, measured and simulated.", lines)
+    command, rest = COMMANDS[name][1], words[1:]
+    if isinstance(command, dict):
+        lines = {one: (function.__doc__ or "").splitlines()[0] for one, function in command.items()}
+        one = _choose(f"weft {name}", rest, COMMANDS[name][0], lines)
+        tyro.cli(command[one], prog=f"weft {name} {one}", args=rest[1:])
+    else:
+        tyro.cli(make_command(rest) if command is None else command, prog=f"weft {name}", args=rest)
+
+
+def _choose(program: str, words: list[str], about: str, commands: dict[str, str]) -> str:
+    """The first word, if it is one of ``commands``; without a word, or asked for help, list them and end."""
+    if words and words[0] in commands:
+        return words[0]
+    if words and words[0] not in ("-h", "--help"):
+        raise ValueError(f"{words[0]!r} is not one of {', '.join(commands)}; `{program} --help` describes them")
+    width = max(map(len, commands))
+    listed = "\n".join(f"  {name:{width}}  {line}" for name, line in commands.items())
+    more = f"`{program} COMMAND --help` lists the flags of a command"
+    more += ", `weft --version` says the version." if program == "weft" else "."
+    text = f"usage: {program} COMMAND ...\n\n{about}\n\n{listed}\n\n{more}"
+    if words:
+        print(text)
+        sys.exit(0)
+    _end(2, text)
+
+
+def _end(status: int, words: str) -> NoReturn:
+    print(words, file=sys.stderr)
+    sys.exit(status)

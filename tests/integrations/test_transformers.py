@@ -33,7 +33,7 @@ import weft
 from weft.integrations.transformers import ContextParallel
 from weft.sequence.layout import LAYOUTS
 
-transformers = pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
 on_networks = pytest.mark.usefixtures("network")  # where messages are of another shape than in the other tests
 
 FIVE = int(transformers.__version__.split(".")[0]) >= 5

@@ -23,7 +23,7 @@ import weft
 from weft.integrations.transformers import ContextParallel
 from weft.world.launch import ProcessWorld
 
-pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
+pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which the project's set-up installs")
 pytestmark = pytest.mark.processes
 

@@ -15,7 +15,7 @@ from worlds import virtual_world
 import weft
 from weft.integrations.transformers import ContextParallel
 
-transformers = pytest.importorskip("transformers", reason="the extra weft[transformers] is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
 RANKS = 3
 FIVE = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -427,7 +427,7 @@ def test_the_digest_depends_on_every_token_and_its_place() -> None:
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'weft\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'weft-torch\[transformers\]'"):
         ContextParallel().enable(nn.Linear(2, 2))
     monkeypatch.undo()
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.56.2")

@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from weft.comm import checkpoint
-from weft.train.command import make_command
+from weft.train.entry import make_command
 from weft.train.trainer import Trainer
 
 

@@ -48,7 +48,7 @@ def losses_in(folder: Path) -> list[tuple[int, float, float | None]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float | None]]:
-    """On two context ranks, by the command itself, which starts torchrun."""
+    """On two context ranks that the command starts by itself."""
     folder = tmp_path_factory.mktemp("whole")
     values = json.loads(RUN.as_json())
     (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k not in ("out", "dp")}))

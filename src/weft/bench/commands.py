@@ -1,17 +1,12 @@
-"""The subcommands of ``weft bench``."""
+"""The subcommands of ``weft bench``. A benchmark, and torch with it, is imported when it runs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from weft.bench import attention, linear_attention, network, rekls, rekls_quality, rows, scan, step, step_orders, train
-from weft.bench.report import Report, describe_machine
-from weft.bench.step_runs import Sizes
-from weft.bench.world import rank_pool
-from weft.world import Machine
+from weft.bench.flags import check_at_least, check_file
+from weft.bench.optimizer_commands import bench_rekls, bench_step, bench_step_orders, bench_train
 
 
 def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int = 15, calls: int = 20) -> None:
@@ -27,10 +22,13 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
         repeats: Samples of each case.
         calls: Calls in one sample.
     """
-    with rank_pool(ranks) as world:
-        header = describe_machine(bench="scan", ranks=world.size, repeats=repeats, calls=calls)
-        report = Report(scan.layouts(world.size), json, world.reports, header)
-        measure(report, lambda: scan.run(world, report, repeats, calls))
+    check_at_least(1, repeats=repeats, calls=calls)
+    check_file("--json", json)
+    from weft.bench import scan
+    from weft.bench.suite import run_on_ranks
+
+    facts = {"repeats": repeats, "calls": calls}
+    run_on_ranks("scan", ranks, json, facts, scan.layouts, lambda w, report: scan.run(w, report, repeats, calls))
 
 
 def bench_linear_attention(
@@ -52,12 +50,16 @@ def bench_linear_attention(
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
-    with rank_pool(ranks) as world:
-        header = describe_machine(bench="linear-attention", ranks=world.size, tokens=tokens, repeats=repeats)
-        report = Report(
-            linear_attention.layouts(world.size, tokens, virtual_ranks, h100_ranks), json, world.reports, header
-        )
-        measure(report, lambda: linear_attention.run(world, report, repeats, tokens, virtual_ranks, h100_ranks))
+    check_at_least(1, tokens=tokens, virtual_ranks=virtual_ranks, h100_ranks=h100_ranks, repeats=repeats)
+    check_file("--json", json)
+    from weft.bench import linear_attention
+    from weft.bench.suite import run_on_ranks
+
+    run_on_ranks(
+        "linear-attention", ranks, json, {"tokens": tokens, "repeats": repeats},
+        lambda size: linear_attention.layouts(size, tokens, virtual_ranks, h100_ranks),
+        lambda world, report: linear_attention.run(world, report, repeats, tokens, virtual_ranks, h100_ranks),
+    )  # fmt: skip
 
 
 def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:
@@ -73,10 +75,15 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
-    with rank_pool(ranks) as world:
-        header = describe_machine(bench="attention", ranks=world.size, tokens=tokens, repeats=repeats)
-        report = Report(attention.layouts(world.size, tokens), json, world.reports, header)
-        measure(report, lambda: attention.run(world, report, repeats, tokens))
+    check_at_least(1, tokens=tokens, repeats=repeats)
+    check_file("--json", json)
+    from weft.bench import attention
+    from weft.bench.suite import run_on_ranks
+
+    run_on_ranks(
+        "attention", ranks, json, {"tokens": tokens, "repeats": repeats}, lambda size: attention.layouts(size, tokens),
+        lambda world, report: attention.run(world, report, repeats, tokens),
+    )  # fmt: skip
 
 
 def bench_rows(
@@ -96,117 +103,16 @@ def bench_rows(
         warm_steps: Steps that weft's tables are trained before: rows left alone must be caught up, as in a long run.
         smaller: Divide tables and ids by this, for machines with less than 24 GB of memory.
     """
-    with rank_pool(ranks) as world:
-        header = describe_machine(bench="rows", ranks=world.size, repeats=repeats, warm_steps=warm_steps)
-        report = Report(rows.layouts(world.size), json, world.reports, header)
-        measure(report, lambda: rows.run(world, report, repeats, warm_steps, smaller))
+    check_at_least(1, repeats=repeats, smaller=smaller)
+    check_at_least(0, warm_steps=warm_steps)
+    check_file("--json", json)
+    from weft.bench import rows
+    from weft.bench.suite import run_on_ranks
 
-
-def bench_rekls(
-    ranks: int | None = None, json: Path | None = None, repeats: int | None = None, warm_steps: int | None = None,
-    widths: tuple[int, ...] | None = None, blocks: int | None = None, quality: bool = False, seeds: int | None = None,
-    steps: int | None = None,
-) -> None:  # fmt: skip
-    """One step of REKLS for the matrices of transformer blocks, beside the replicated tensor-parallel algorithm.
-
-    CPU time is summed over the ranks; "x less CPU" compares it, sample by sample, with the replicated algorithm on as
-    many ranks (every rank gathers and computes all), or for data x tensor with two replicas that average gradients
-    first. The columns with threads compare the time of the slowest rank with REKLS in one process. Bytes (of the rank
-    that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
-    is its share of the CPU time, "busiest" the busiest rank's eigh over the mean.
-
-    With --quality instead: validation losses of AdamW and both variants on two small tasks, and their conditioning.
-
-    Args:
-        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case (7 if left out).
-        warm_steps: Steps before the first sample (4 if left out): factors have their full rank only after a few.
-        widths: h of a block (128 and 256 if left out): qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h].
-        blocks: How many blocks (2 if left out).
-        quality: Train instead, one run on each rank at a time: the runs share nothing.
-        seeds: With --quality: runs for each rate (5 if left out); the median counts.
-        steps: With --quality: steps of a run (300 if left out).
-    """
-    speed = {"repeats": repeats, "warm_steps": warm_steps, "widths": widths, "blocks": blocks}
-    training = {"seeds": seeds, "steps": steps}
-    mine, not_mine = (training, speed) if quality else (speed, training)
-    for name in [name for name, value in not_mine.items() if value is not None]:
-        word = "cannot be combined with" if quality else "needs"
-        raise ValueError(f"--{name.replace('_', '-')} {word} --quality")
-    given: dict[str, Any] = {name: value for name, value in mine.items() if value is not None}
-    (_rekls_quality if quality else _rekls_speed)(ranks, json, **given)
-
-
-def _rekls_speed(
-    ranks: int | None, json: Path | None, repeats: int = 7, warm_steps: int = 4, widths: tuple[int, ...] = (128, 256),
-    blocks: int = 2,
-) -> None:  # fmt: skip
-    with rank_pool(ranks) as world:
-        header = describe_machine(
-            bench="rekls", ranks=world.size, repeats=repeats, warm_steps=warm_steps, blocks=blocks
-        )
-        report = Report(rekls.layouts(world.size, blocks), json, world.reports, header)
-        measure(report, lambda: rekls.run(world, report, repeats, warm_steps, widths, blocks))
-
-
-def _rekls_quality(ranks: int | None, json: Path | None, seeds: int = 5, steps: int = 300) -> None:
-    with rank_pool(ranks) as world:
-        header = describe_machine(bench="rekls --quality", ranks=world.size, seeds=seeds, steps=steps)
-        report = Report(rekls_quality.layouts(seeds, steps), json, world.reports, header)
-        measure(report, lambda: rekls_quality.run(world, report, seeds, steps))
-
-
-def bench_step(
-    ranks: int | None = None, json: Path | None = None, repeats: int = 7, warm_steps: int = 4, width: int = 256,
-    blocks: int = 2, rows: int = 250_000, vocabulary: int = 4096, tokens: int = 8192, methods: tuple[str, ...] = (),
-    latency: float = 50e-6, bandwidth: float = 1.5e9,
-) -> None:  # fmt: skip
-    """One optimizer step with the exchange of its gradients: overlapped, tuned, in sequence, DDP and ZeRO.
-
-    A step looks the table's rows up, takes gradients in, and ends with new weights on every rank; the computation of
-    the blocks, the same for all, is left out. "REKLS" steps matrices with it and the rest with AdamW. The time is that
-    of the slowest rank; "x sequence" and "x ZeRO" say, sample by sample, how many times faster a step is than the same
-    parts one after the other, and than ZeroRedundancyOptimizer. CPU time is summed over the ranks. Bytes (of the rank
-    that sends most) are counted by the kernel for all methods, and by the ledger for weft's. "Exposed" are the waits of
-    the rank that waits most. Peak memory is all that a rank needs for the model and three steps.
-
-    Args:
-        ranks: Local processes to start (4 if left out); steps are measured on 2 and on 4. Leave it out under torchrun.
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case.
-        warm_steps: Steps before the first sample; in the last of them orders are tuned.
-        width: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h], two norms.
-        blocks: How many blocks.
-        rows: Rows of the bigram table, each of h elements.
-        vocabulary: Rows of the dense token embeddings.
-        tokens: Bigrams that a rank looks up in a step.
-        methods: Only those whose names begin so, for example REKLS.
-        latency: Seconds of a message on its way, for tuning; about what Gloo makes of a loopback device.
-        bandwidth: Bytes/s of a rank's link, for tuning.
-    """
-    sizes, link = Sizes(width, blocks, rows, vocabulary, tokens), Machine(latency, bandwidth)
-    with rank_pool(ranks) as world:
-        facts = {"ranks": world.size, "repeats": repeats, "warm_steps": warm_steps}
-        report = Report(
-            step.layouts(sizes), json, world.reports, describe_machine(bench="step", **facts, **vars(sizes))
-        )
-        measure(report, lambda: step.run(world, report, repeats, warm_steps, sizes, methods, link))
-
-
-def bench_step_orders(tries: int = 64, json: Path | None = None) -> None:
-    """Orders of one large overlapped step in virtual time: naive, published, default, tuned, and the bound.
-
-    The step itself runs on 8 virtual ranks (matrices as meta tensors, whose operators only count, the table's rows are
-    real); its messages and the time of its work are then replayed in other orders. "Exposed" is what a step takes
-    beyond the busiest rank's work.
-
-    Args:
-        tries: Orders that are tried.
-        json: Write the rows here, with a header of machine, versions and commit.
-    """
-    report = Report(step_orders.layouts(), json, True, describe_machine(bench="step-orders", tries=tries))
-    measure(report, lambda: step_orders.run(report, tries))
+    run_on_ranks(
+        "rows", ranks, json, {"repeats": repeats, "warm_steps": warm_steps}, rows.layouts,
+        lambda world, report: rows.run(world, report, repeats, warm_steps, smaller),
+    )  # fmt: skip
 
 
 def bench_network(
@@ -227,56 +133,18 @@ def bench_network(
         json: Write the rows here, with a header of machine, versions and commit.
         repeats: Samples of each case.
     """
+    check_at_least(1, tokens=tokens, repeats=repeats)
+    check_file("--json", json)
+    from weft.bench import network
+    from weft.bench.suite import run_on_ranks
+    from weft.world import Machine
+
     machine = Machine(latency, bandwidth)
-    with rank_pool(ranks) as world:
-        facts = {"ranks": world.size, "latency": latency, "bandwidth": bandwidth, "tokens": tokens}
-        header = describe_machine(bench="network", **facts)
-        report = Report(network.layouts(world.size, machine), json, world.reports, header)
-        measure(report, lambda: network.run(world, report, machine, repeats, tokens))
-
-
-def bench_train(
-    json: Path | None = None, repeats: int = 7, warm_steps: int = 4, length: int = 2048, batch: int = 2,
-    width: int = 128, layers: int = 4, rows: int = 250_000,
-) -> None:  # fmt: skip
-    """Steps of `weft train`: 2 ranks beside one process, what communication costs 4 ranks, and plain pieces.
-
-    The time is that of the slowest rank, the median over samples; ratios are taken sample by sample. CPU time and bytes
-    are summed over the ranks. "Waits" is the part of a step in which a rank stands waiting, as `weft train` shows it,
-    the mean over ranks: with more ranks than cores that is also the time in which other ranks have the cores, so
-    "not used" says how much of the cores' time no rank used, and "others" how much other processes of the machine took:
-    if that is not small, the figures are not those of a machine at rest. "Communication" is the part of a step that
-    goes away if every message is there already: the step is taken again on the same batch, with what was received when
-    it was recorded, and nothing is sent.
-
-    "Plain pieces" are the same model with a dense table in DistributedDataParallel, REKLS on every rank, a blocking
-    all-gather of keys and values on a contiguous layout, and LASP-2. What DistributedDataParallel sends is not in the
-    ledger; the least that an all-reduce must send is counted, and beside it is what the kernel counts.
-
-    Args:
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case.
-        warm_steps: Steps before the first sample.
-        length: Tokens of a sequence.
-        batch: Sequences of a step, over all ranks; a multiple of 2.
-        width: Of the model.
-        layers: Blocks of the model, linear and softmax attention in turn.
-        rows: Rows of the bigram table beside plain pieces; 65,537 in the other tables.
-    """
-    settings = {"length": length, "batch": batch, "width": width, "layers": layers}
-    with rank_pool(None) as world:
-        header = describe_machine(bench="train", repeats=repeats, warm_steps=warm_steps, rows=rows, **settings)
-        report = Report(train.layouts(settings, rows), json, world.reports, header)
-        measure(report, lambda: train.run(world, report, repeats, warm_steps, settings, rows))
-
-
-def measure(report: Report, work: Callable[[], None]) -> None:
-    """Do the work and show what there is, also when the user stops it."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        print("stopped: the rows measured so far follow", file=sys.stderr)
-    report.show()
+    run_on_ranks(
+        "network", ranks, json, {"latency": latency, "bandwidth": bandwidth, "tokens": tokens},
+        lambda size: network.layouts(size, machine),
+        lambda world, report: network.run(world, report, machine, repeats, tokens),
+    )  # fmt: skip
 
 
 BENCHES: dict[str, Callable[..., None]] = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,19 +15,18 @@ from weft.train.metrics import read_lines
 from weft.train.progress import compare_table
 from weft.train.report import write_report
 from weft.train.sample import generate, load_model
+from weft.world.local_ranks import run_ranks
 
 
-def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
-    """Train a small language model on local ranks, then in one process, and write a report that compares them.
-
-    Args:
-        out: Folder for both runs and the report; if it is taken, one with a number after it.
-        steps: Steps of each run.
-        ranks: 2 or 4 local ranks: 2 context-parallel ones, the others data-parallel.
-    """
+def run_demo(out: Path, steps: int, ranks: int) -> None:
+    """What `weft demo` does; the flags are described there."""
     if ranks not in (2, 4):
         raise ValueError(f"demo: --ranks must be 2 or 4, got {ranks}")
     folder = free_folder(out)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"demo: --out {folder} cannot be made: {error.strerror}") from None
     config = TrainConfig(
         steps=steps, cp=2, dp=ranks // 2, length=2048, batch=2, checkpoint_every=0, validate_every=max(1, steps // 4)
     )
@@ -65,14 +62,14 @@ def free_folder(wanted: Path) -> Path:
 
 def _train(config: TrainConfig) -> None:
     """By the command itself, whose progress is shown; the settings go through a file, as a user's would."""
-    config.out.mkdir(parents=True)
+    config.out.mkdir()
     path = config.out.with_suffix(".json")
     path.write_text(config.as_json())
-    threads = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun gives to each rank: the same sums in one process
-    done = subprocess.run([sys.executable, "-m", "weft.train", str(path)], stdout=subprocess.DEVNULL, env=threads)
-    if done.returncode:
-        _tell(f"demo: `weft train {path}` ended with status {done.returncode}")
-        sys.exit(done.returncode)
+    command = [sys.executable, "-P", "-m", "weft.train", str(path)]
+    status = run_ranks(command, (config.dp or 1) * config.cp, "demo", quiet=True)
+    if status:
+        _tell(f"demo: `weft train {path}` ended with status {status}")
+        sys.exit(status)
 
 
 def _tell(words: str) -> None:

@@ -125,7 +125,7 @@ def saved_names(folder: Path) -> set[str]:
 def find_format_fault() -> Exception | None:
     """What is missing to write and read checkpoints, if anything."""
     if importlib.util.find_spec("safetensors") is None:
-        return ValueError("checkpoints are safetensors files, which need a package: pip install 'weft[train]'")
+        return ValueError("checkpoints are safetensors files, which need a package: pip install 'weft-torch[train]'")
     return None
 
 

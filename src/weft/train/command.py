@@ -1,4 +1,4 @@
-"""`weft train`: read settings, start ranks (torchrun does), train, and say what went wrong in one line."""
+"""`weft train`: read settings, start local ranks or join torchrun's, train, and say what went wrong in one line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import tyro
 from rich.console import Console
 
 from weft.comm.checkpoint import find_format_fault
@@ -25,35 +24,13 @@ from weft.train.progress import ProgressLine, show_config, traffic_table
 from weft.train.report import write_report
 from weft.train.run_folder import CHECKPOINTS, find_checkpoint, forget_halves, list_checkpoints
 from weft.train.trainer import Trainer, open_data
+from weft.world.local_ranks import run_ranks
 
 T = TypeVar("T")
 WORDED = ("train: ", "OverlappedStep: ")  # errors that say what went wrong and what was kept
 
 
-def make_command(arguments: Sequence[str]) -> Callable[..., None]:
-    """The command for tyro; its defaults are what ``arguments`` say of a config file and of a run to resume."""
-    defaults = TrainConfig()
-    if "-h" not in arguments and "--help" not in arguments:
-        defaults = _or_exit(lambda: read_defaults(arguments))
-
-    def train(
-        config: Annotated[Path | None, tyro.conf.Positional] = None,
-        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
-    ) -> None:
-        """Train a hybrid language model with all four families at once.
-
-        It starts dp x cp x tp local ranks by torchrun; `torchrun ... -m weft.train` joins the ranks there are.
-
-        Args:
-            config: Settings in a .json or .toml file, by their names below with underscores; flags come after it.
-            settings: Every one of them.
-        """
-        _or_exit(lambda: start(settings, arguments))
-
-    return train
-
-
-def _or_exit(action: Callable[[], T]) -> T:
+def or_exit(action: Callable[[], T]) -> T:
     """Do it; what goes wrong is one line of rank 0, and a status: 2 for wrong input, 1 for the rest."""
     try:
         return action()
@@ -119,10 +96,8 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
 
 
 def _start_ranks(count: int, arguments: Sequence[str]) -> None:
-    """Become torchrun with this same command on ``count`` local ranks."""
-    sys.stderr.flush()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    os.execv(sys.executable, [*command, "-m", "weft.train", *arguments])
+    """Run this same command as ``count`` local ranks, and end as they do."""
+    sys.exit(run_ranks([sys.executable, "-P", "-m", "weft.train", *arguments], count, "train"))
 
 
 def _check_folders(config: TrainConfig) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from torch import Tensor
 
 from weft.comm import checkpoint
@@ -60,24 +58,8 @@ def _choose(logits: Tensor, temperature: float, top_k: int, source: torch.Genera
     return int(where[chosen])
 
 
-def sample(
-    run: Annotated[Path, tyro.conf.Positional],
-    prompt: str = "def ",
-    tokens: int = 300,
-    temperature: float = 0.7,
-    top_k: int = 40,
-    seed: int = 0,
-) -> None:
-    """Print text that a trained model writes after a prompt.
-
-    Args:
-        run: Folder of a run, or one of its checkpoints.
-        prompt: What the text begins with.
-        tokens: Bytes to add at most.
-        temperature: 0 takes the likeliest byte, 1 draws as the model says.
-        top_k: Draw among this many.
-        seed: Of the draws.
-    """
+def print_sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+    """What `weft sample` does; the flags are described there."""
     if tokens < 0 or top_k < 1 or not 0 <= temperature < float("inf"):
         raise ValueError(
             f"sample: --tokens and --temperature must not be negative and --top-k at least 1, got {tokens}, "

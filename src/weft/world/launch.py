@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -19,27 +20,29 @@ import torch
 from weft.comm.axis import Axis
 from weft.comm.rendezvous import gloo_world, open_store
 from weft.errors import RankError, name_failing_rank
+from weft.parts import PARTS
+from weft.world.local_ranks import GRACE, check_count
 
 T = TypeVar("T")
 
-GRACE = 10.0  # seconds the other ranks have to end by themselves after one has failed
+UNGUARDED = 113  # exit status of a rank whose import of the user's script has come to `launch` again
 
 
 class ProcessWorld:
     """``ranks`` Gloo processes, kept between calls of `run`. Use it as a context manager.
 
     The processes are forked from a server that has already imported torch, so that a rank starts in
-    milliseconds. The rendezvous store lives in this process, on a port the system chooses.
+    milliseconds. The rendezvous store lives in this process, on a port of the loopback that the system chooses.
     """
 
     def __init__(self, ranks: int, timeout: timedelta = timedelta(minutes=5)) -> None:
-        if ranks < 1:
-            raise ValueError(f"launch: ranks must be at least 1, got {ranks}")
+        _leave_if_importing()
+        check_count(ranks, "launch")
         self.size = ranks
         self._store = open_store()
         context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
         if os.name == "posix":
-            context.set_forkserver_preload(["weft"])
+            context.set_forkserver_preload(list(PARTS))
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         try:
@@ -64,9 +67,14 @@ class ProcessWorld:
         ``fn`` and ``args`` must be picklable (a function of a module). After a failure the ranks that hang
         on it are stopped, and the world with them.
         """
-        job = pickle.dumps((fn, args))
+        return self._run(_pickled_job(fn, args))
+
+    def _run(self, job: bytes) -> list[Any]:
         for pipe in self._pipes:
-            pipe.send_bytes(job)
+            try:
+                pipe.send_bytes(job)
+            except OSError:  # that rank is gone: it is read of below
+                pass
         answers: dict[int, tuple[bool, Any]] = {}
         failed: int | None = None
         deadline: float | None = None
@@ -82,6 +90,9 @@ class ProcessWorld:
         if len(answers) < self.size:
             self.close()
         error, text = answers[failed][1]
+        if text == NO_GUARD:
+            self.close()
+            raise error from None
         raise name_failing_rank(error, failed, self.size) from RankError(f"rank {failed} failed:\n{text}")
 
     def _read(self, rank: int) -> tuple[bool, Any]:
@@ -89,6 +100,8 @@ class ProcessWorld:
             return pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
             self._processes[rank].join(timeout=1)
+            if self._processes[rank].exitcode == UNGUARDED:
+                return False, (RuntimeError(NO_GUARD), NO_GUARD)
             words = f"the process of rank {rank} ended with exit code {self._processes[rank].exitcode}"
             return False, (RankError(words), words)
 
@@ -122,8 +135,51 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         if __name__ == "__main__":
             print(weft.launch(my_rank, 4))
     """
+    _leave_if_importing()
+    job = _pickled_job(fn, args)  # before anything starts
     with ProcessWorld(ranks) as world:
-        return world.run(fn, *args)
+        return world._run(job)
+
+
+NO_GUARD = (
+    "launch: ranks import the script that starts them, and it called launch again; put the call under "
+    '`if __name__ == "__main__":`'
+)
+
+
+def _leave_if_importing() -> None:
+    """A rank that imports the user's script must not start ranks: end it, and let the one who started it say why."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
+
+
+def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What is sent to ranks; a TypeError for what cannot be, or what they could not find."""
+    name = getattr(fn, "__qualname__", repr(fn))
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    # Without a file (a notebook, -c) ranks start, but cannot know what was defined there; of <stdin> they cannot start.
+    if (getattr(fn, "__module__", None) == "__main__") if file is None else not os.path.exists(file):
+        raise TypeError(
+            f"launch: {name} is called from a notebook or from standard input, which ranks cannot import; put it into "
+            f"a file, or run it in a weft.VirtualWorld"
+        )
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:  # whatever an argument's own pickling raises
+        raise TypeError(
+            f"launch: {name} and its arguments are sent to the ranks by pickle: {error}; functions must be defined at "
+            f"the top level of a file"
+        ) from None
+
+
+def _loaded_job(job: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    try:
+        return pickle.loads(job)
+    except (AttributeError, ImportError) as error:
+        raise TypeError(
+            f"launch: a rank cannot import what it was sent: {error}; functions and classes must be defined at the top "
+            f"level of a file that it can import"
+        ) from None
 
 
 def collect(axis: Axis, value: T) -> list[T]:
@@ -140,14 +196,15 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_follow_parent, name="weft parent", daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with gloo_world(open_store(port, timeout), rank, size, timeout) as axis:
         while True:
             try:
-                fn, args = pickle.loads(pipe.recv_bytes())
-                answer: tuple[bool, Any] = (True, fn(axis, *args))
+                job = pipe.recv_bytes()
             except (EOFError, OSError):
                 return
+            try:
+                fn, args = _loaded_job(job)
+                answer: tuple[bool, Any] = (True, fn(axis, *args))
             except BaseException as error:
                 answer = (False, (error, traceback.format_exc()))
             try:

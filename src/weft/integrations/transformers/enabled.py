@@ -22,8 +22,8 @@ def load_transformers(rank: int) -> None:
     try:
         import transformers
     except ImportError as error:
-        words = f"ContextParallel.enable needs transformers {VERSIONS}: pip install 'weft[transformers]' (rank {rank})"
-        raise ImportError(words) from error
+        install = "pip install 'weft-torch[transformers]'"
+        raise ImportError(f"ContextParallel.enable needs transformers {VERSIONS}: {install} (rank {rank})") from error
     major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
     if not (4, 57) <= (major, minor) < (6, 0):
         raise ImportError(

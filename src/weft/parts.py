@@ -1,0 +1,12 @@
+"""Which part of weft defines each public name."""
+
+PARTS = {
+    "weft.attention": ("attention", "head_strides"),
+    "weft.comm": ("Axis", "record"),
+    "weft.embedding": ("BigramHashEmbedding", "RowExchange", "ShardedEmbedding"),
+    "weft.linear_attention": ("linear_attention",),
+    "weft.optim": ("REKLS", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart", "clip_grad_norm_"),
+    "weft.scan": ("exclusive_scan",),
+    "weft.sequence": ("sequence", "shard", "unshard"),
+    "weft.world": ("Machine", "VirtualWorld", "launch"),
+}
