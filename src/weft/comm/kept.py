@@ -20,10 +20,10 @@ _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
-def may_keep() -> bool:
-    """Whether tensors are real ones now.
+def tensors_are_real() -> bool:
+    """Whether tensors have values now, and what is made may be kept.
 
-    >>> may_keep()
+    >>> tensors_are_real()
     True
     """
     return all(torch._C._get_dispatch_mode(mode) is None for mode in _TRACING)
@@ -45,7 +45,7 @@ def keep_tensors(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @functools.wraps(make)
         def get(*args: P.args, **keywords: P.kwargs) -> T:
-            return kept(*args, **keywords) if may_keep() else make(*args, **keywords)
+            return kept(*args, **keywords) if tensors_are_real() else make(*args, **keywords)
 
         return get
 

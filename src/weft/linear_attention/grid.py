@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.kept import may_keep, ordinary
+from weft.comm.kept import tensors_are_real, ordinary
 
 # Elements of one tile buffer. Around 1 MB in fp32: small enough for the cache, large enough to hide Python.
 TILE_ELEMENTS = 1 << 18
@@ -69,7 +69,7 @@ class Grid:
         self.lengths = lengths
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.device = q.device
-        self._memory = _memory if may_keep() else _Memory()
+        self._memory = _memory if tensors_are_real() else _Memory()
         # Short documents would be mostly padding in a full chunk.
         # Gates halve the chunk down to single tokens, so it is a power of two.
         self.chunk = 1 << min(chunk_size.bit_length() - 1, max(max(lengths, default=0) - 1, 0).bit_length())
