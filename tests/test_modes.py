@@ -1,12 +1,10 @@
-"""What is set around a call (inference, fake tensors, autocast, the default dtype) changes neither it nor later ones."""
+"""What is set around a call (inference, fake tensors, autocast, default dtype) changes neither it nor later ones."""
 
 from __future__ import annotations
 
-import ast
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ import weft
 from weft.world.launch import ProcessWorld
 
 SIZES = [1, 2]
-DTYPES = (torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.bfloat16)
 
 
 def training_step(run: Operation, axis: weft.Axis, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -136,20 +134,17 @@ def test_nothing_follows_the_default_dtype(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.usefixtures("network")
-@pytest.mark.parametrize("where", ["forward", "backward", "both"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_arithmetic_is_outside_autocast(name: str, size: int, where: str) -> None:
+def test_arithmetic_is_outside_autocast(name: str, size: int) -> None:
     """The input's dtype decides, in the forward and in the backward, wherever autocast is on."""
-    if "ulysses" in name and size == 3:
-        size = 4
     run = OPERATIONS[name]
     # Decays that are themselves computed under autocast would differ: here they come from outside it.
     dense = name.startswith("exclusive_scan dense")
 
     def program(axis: weft.Axis) -> bool:
         wanted = step(axis, "neither")
-        return same(step(axis, where), wanted)
+        return all(same(step(axis, where), wanted) for where in ("forward", "backward", "both"))
 
     def step(axis: weft.Axis, where: str) -> tuple[Tensor, ...]:
         x = tokens(axis.rank)
@@ -186,16 +181,3 @@ def test_rows_are_summed_outside_autocast() -> None:
         return same(*found)
 
     assert all(virtual_world(2).run(program).results)
-
-
-def test_no_cache_holds_tensors_but_by_one_helper() -> None:
-    """``functools`` caches of functions that return tensors would keep what an inference or fake call made."""
-    source = Path(weft.__file__).parent
-    makers = []
-    for path in (path for path in source.rglob("*.py") if "bench" not in path.parts):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(one) for one in node.decorator_list):
-                text = ast.unparse(node)
-                if "torch." in text.replace("torch.library", "").replace("torch.ops", "").replace("torch.utils", ""):
-                    makers.append(f"{path.relative_to(source)}: {node.name}")
-    assert makers == []

@@ -38,10 +38,11 @@ def keep_tensors(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """``functools.lru_cache`` for a function that makes tensors."""
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
-        @functools.lru_cache(maxsize)
-        def kept(*args: Any, **keywords: Any) -> T:
+        def make_ordinary(*args: P.args, **keywords: P.kwargs) -> T:
             with ordinary():
                 return make(*args, **keywords)
+
+        kept: Callable[..., T] = functools.lru_cache(maxsize)(make_ordinary)
 
         @functools.wraps(make)
         def get(*args: P.args, **keywords: P.kwargs) -> T:

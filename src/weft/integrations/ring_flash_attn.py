@@ -143,8 +143,8 @@ def llama3_flash_attn_varlen_func(
     ``return_attn_probs`` the result is (out, lse ``[H, T]``, None).
 
     What crosses ranks beside keys and values: the boundaries, in two small rounds, when other tensors of boundaries
-    come than the last time. Pass the same ones to every layer of a batch. (Tensors made under ``torch.inference_mode()``
-    do not say when they change: with those the rounds are made every time.)
+    come than the last time. Pass the same ones to every layer of a batch. (Those made under ``torch.inference_mode()``
+    do not say when they change: with them the rounds are made every time.)
 
     ``first_stride``, ``backward_first_stride`` and ``backward_last_stride`` split the first step of the forward and
     the first and last of the backward, which nothing hides in the original: see `weft.head_strides`.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.kept import tensors_are_real, ordinary
+from weft.comm.kept import ordinary, tensors_are_real
 
 # Elements of one tile buffer. Around 1 MB in fp32: small enough for the cache, large enough to hide Python.
 TILE_ELEMENTS = 1 << 18
