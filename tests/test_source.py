@@ -36,6 +36,33 @@ def test_only_comm_calls_torch_distributed() -> None:
     assert users == {"comm"}
 
 
+def definitions(kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> list[tuple[str, ast.ClassDef | ast.FunctionDef]]:
+    """Every class or function of the library, with where it is; benchmarks are apart."""
+    return [
+        (f"{path.relative_to(SOURCE)}: {node.name}", node)
+        for path in SOURCE.rglob("*.py")
+        if "bench" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kind)
+    ]
+
+
+def test_every_autograd_function_is_a_rank_function() -> None:
+    """So it runs outside autocast, and its gradients are differentiated rightly or refused."""
+    plain = {
+        where for where, node in definitions(ast.ClassDef) if any("autograd" in ast.unparse(b) for b in node.bases)
+    }
+    assert plain == {"comm/function.py: RankFunction", "comm/function.py: _LastDerivative"}
+
+
+def test_no_cache_of_functools_holds_tensors() -> None:
+    """They would keep what a call under inference mode or with fake tensors made: see `weft.comm.kept`."""
+    for where, node in definitions(ast.FunctionDef):
+        if any("cache" in ast.unparse(one) for one in node.decorator_list):
+            makers = [f"torch.{name}(" for name in ("tensor", "arange", "empty", "zeros", "ones", "full", "cat")]
+            assert not any(maker in ast.unparse(node) for maker in makers), where
+
+
 def test_importing_weft_does_no_work() -> None:
     """Not even the command line imports Triton."""
     code = (

@@ -9,12 +9,11 @@ results of blocks are not rounded before they are merged.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from weft.attention.plan import Block
+from weft.comm.kept import keep_tensors
 
 _aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -61,7 +60,7 @@ def _prepare(*tensors: Tensor) -> list[Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in wide]
 
 
-@lru_cache(maxsize=16)
+@keep_tensors(maxsize=16)
 def _band(
     queries: int, keys: int, shift: int, left: int, right: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from weft.attention.methods import METHODS, resolve_method
 from weft.attention.options import Options
 from weft.comm import Axis
+from weft.comm.function import RankFunction, tie
 from weft.sequence import Sequence
 from weft.sequence.sequence import guess, settle
 
 
-class Attention(torch.autograd.Function):
+class Attention(RankFunction):
     """out and lse of softmax attention over a sequence that lies on the ranks of an axis.
 
     | crosses ranks   | forward                                  | backward                                     |
@@ -25,6 +25,8 @@ class Attention(torch.autograd.Function):
 
     Kept for the backward: q, k, v, out and lse, of this rank's tokens (ulysses: of its heads).
     """
+
+    operation = "attention"
 
     @staticmethod
     def forward(
@@ -42,8 +44,10 @@ class Attention(torch.autograd.Function):
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
         out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, started if method == begun else None)
-        ctx.save_for_backward(*saved)
-        ctx.how = options, axis, plan, options.backward or method
+        ties = () if saved[0] is q else (tie(x) for x in (q, k, v) if x.requires_grad)
+        ctx.save_for_backward(*saved, *ties)
+        ctx.axis = axis
+        ctx.how = options, plan, options.backward or method, len(saved), call.number
         if not options.return_lse:
             return out, None
         ctx.mark_non_differentiable(lse)
@@ -51,9 +55,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        options, axis, plan, method = ctx.how
-        call = axis.begin("attention.backward", options)
-        saved = ctx.saved_tensors
+        options, plan, method, count, number = ctx.how
+        call = ctx.axis.begin("attention.backward", options, of=number)
+        saved = ctx.saved_tensors[:count]
         grads = METHODS[method].backward(options, call, plan, saved, grad)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         return (*(x.to(saved[0].dtype) if need else None for x, need in wanted), None, None, None)

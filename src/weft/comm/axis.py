@@ -92,12 +92,14 @@ class Axis:
         tell: Sequence[int] | None = None,
         tell_each: Sequence[Sequence[int]] | None = None,
         fault: Exception | None = None,
+        of: int | None = None,
     ) -> Call:
         """Number a call of ``operation`` and return it; what is exchanged on it belongs to it.
 
         ``options`` is a frozen dataclass (shapes, dtypes, options) that must be the same on every rank: it is the
         call's signature. ``fault`` is an error found in this rank's arguments: it is raised here, and with the same
-        type and text on the ranks that found none.
+        type and text on the ranks that found none. ``of`` is the number of the call whose backward this is: it is part
+        of the signature, so that a backward never meets that of another forward.
 
         The first call of an operation (with ``WEFT_CHECK=always`` every call) compares the ranks before anything is
         sent. After that:
@@ -109,7 +111,7 @@ class Axis:
         - Without it nothing is sent. Messages carry the signature in their tag, so a rank that differs gets no answer,
           and whoever waits too long finds out why.
         """
-        record = self.counter.next_record(operation, options, fault)
+        record = self.counter.next_record(operation, options, fault, of)
         call = Call(self.wire, self.members, self.rank, self.counter, record)
         if self.size == 1:
             if fault is not None:

@@ -51,6 +51,11 @@ class Call:
         return len(self.members)
 
     @property
+    def number(self) -> int:
+        """Among the calls of the axis: what its backward is known by."""
+        return self.record.number
+
+    @property
     def others(self) -> list[int]:
         """Every rank but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]

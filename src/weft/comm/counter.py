@@ -29,8 +29,14 @@ class CallCounter:
     cache: dict[object, Any] = field(default_factory=dict)  # what an operation remembers about these ranks
     _signatures: dict[object, tuple[Signature, int]] = field(default_factory=dict)
 
-    def next_record(self, operation: str, options: object, fault: Exception | None) -> CallRecord:
-        """Number a call. Its tag mixes number and options, so that ranks who disagree never exchange data."""
+    def next_record(
+        self, operation: str, options: object, fault: Exception | None, of: int | None = None
+    ) -> CallRecord:
+        """Number a call. Its tag mixes number and options, so that ranks who disagree never exchange data.
+
+        In a call that belongs to another one, as a backward to its forward, the number ``of`` that one takes its place:
+        ranks may run equal backwards in different orders, but each only ever meets its own.
+        """
         self.calls += 1
         key = (operation, options)
         if key not in self._signatures:
@@ -40,7 +46,10 @@ class CallCounter:
             self._signatures[key] = words, zlib.crc32(repr((self.name, operation, words)).encode())
         words, digest = self._signatures[key]
         reason = None if fault is None else fault_of(fault)
-        return CallRecord(self.name, self.calls, operation, words, mix(digest, self.calls), reason)
+        if of is None:
+            return CallRecord(self.name, self.calls, operation, words, mix(digest, self.calls), reason)
+        words = (*words, ("of_call", str(of)))
+        return CallRecord(self.name, self.calls, operation, words, mix(digest, of), reason)
 
     def lane(self) -> CallCounter:
         """The counter of a lane. What has been agreed on goes in here and comes back when the lane is waited for.

@@ -18,6 +18,11 @@ from weft.comm.wire import Pending
 T = TypeVar("T")
 
 
+def without_gradients() -> Any:
+    """The context of a lane that the caller starts now: in inference mode, if the caller is, as its tensors are."""
+    return torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
 class ThreadLanes:
     """Background threads, as many as there are schedules under way. They never keep the process from ending."""
 
@@ -29,10 +34,11 @@ class ThreadLanes:
     def start(self, schedule: Callable[[], T]) -> Pending[T]:
         done = threading.Event()
         outcome: dict[str, Any] = {}
+        context = without_gradients()
 
         def job() -> None:
             try:
-                with torch.no_grad():
+                with context:
                     outcome["value"] = schedule()
             except BaseException as error:  # raised in the caller, who waits for it
                 outcome["error"] = error
@@ -63,7 +69,7 @@ class StreamLane:
 
     def start(self, schedule: Callable[[], T]) -> Pending[T]:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        with without_gradients(), torch.cuda.stream(self._stream):
             value = schedule()
 
         def finish() -> T:

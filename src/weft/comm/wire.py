@@ -16,7 +16,7 @@ WireMessage = tuple[int, int, torch.Tensor]
 
 
 class Pending(Generic[T]):
-    """Something under way. ``wait()`` ends it and gives its value; a second ``wait()`` gives it again.
+    """Something under way. ``wait()`` ends it and gives its value, or raises; a second ``wait()`` does so again.
 
     >>> Pending(lambda: 3).wait()
     3
@@ -25,11 +25,18 @@ class Pending(Generic[T]):
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
         self._value: T | None = None
+        self._error: BaseException | None = None
 
     def wait(self) -> T:
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._value = finish()
+            try:
+                self._value = finish()
+            except BaseException as error:
+                self._error = error
+                raise
+        if self._error is not None:
+            raise self._error
         return cast(T, self._value)
 
 

@@ -242,7 +242,7 @@ class RowExchange:
             )
             self.axis.begin(operation, fault=fault)
         kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
-        return self.axis.begin(operation, _TableOptions(kinds))
+        return self.axis.begin(operation, _TableOptions(kinds), of=self.call.number)
 
     def _pull_whole(self, call: Call, tables: list[list[Tensor]], rows: list[list[Tensor]]) -> Pending[None]:
         """Every owner sends its whole shard; the needed rows are picked here."""

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from weft.comm import Ledger
+from weft.comm import Axis, Ledger
+from weft.comm.function import RankFunction
 from weft.comm.ledger import record
 from weft.embedding.exchange import RowExchange
 from weft.embedding.gather import all_rows
 from weft.embedding.table import RowTable
 
 
-class Lookup(torch.autograd.Function):
+class Lookup(RankFunction):
     """``rows[inverse]``; the backward sends a gradient for each row to its owner, on the routes of the pull.
 
     | tensor  | shape           | crosses ranks                                                              |
@@ -28,6 +29,9 @@ class Lookup(torch.autograd.Function):
     The owner's sums are there when the whole backward has ended, as ``weight.grad``: messages travel under the rest.
     With ``table.collects_late`` they are taken when the optimizer asks: messages travel under other work, too.
     """
+
+    operation = "embedding"
+    any_order = True  # nothing is returned that could be differentiated: see `_refuse_graph`
 
     @staticmethod
     def forward(
@@ -40,6 +44,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         table, exchange, padding_slot = ctx.how
+        _refuse_graph("embedding", table.axis)
         with torch.no_grad():
             grads = exchange.sum(0, grad.reshape(-1, grad.shape[-1]), table.weight.dtype)
             if padding_slot is not None:
@@ -57,19 +62,24 @@ class Lookup(torch.autograd.Function):
         return None, None, None, None, None, None
 
 
-class WholeTable(torch.autograd.Function):
+class WholeTable(RankFunction):
     """All rows on every rank, ``[N, d]``; the backward sums the ranks' gradients at the owners."""
+
+    operation = "embedding.gather"
+    any_order = True
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, table: RowTable) -> Tensor:
-        ctx.table = table
-        return all_rows(table.axis, table.ownership, table.current())
+        whole = all_rows(table.axis, table.ownership, table.current())
+        ctx.how = table, table.axis.counter.calls  # the number of the call just made
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        table: RowTable = ctx.table
+        table, number = ctx.how
         axis, ownership = table.axis, table.ownership
-        call = axis.begin("embedding.gather.backward", ownership)
+        _refuse_graph("embedding.gather", axis)
+        call = axis.begin("embedding.gather.backward", ownership, of=number)
         parts = [grad[ownership.ids(rank)].to(table.weight.dtype) for rank in range(axis.size)]
         with record() if table.collects_late else nullcontext(Ledger()) as ledger:
             coming = call.sum_to_owners([part.contiguous() for part in parts])
@@ -83,6 +93,16 @@ class WholeTable(torch.autograd.Function):
 
         _take_later(table, collect)
         return None, None
+
+
+def _refuse_graph(operation: str, axis: Axis) -> None:
+    """``weight.grad`` is filled when the backward is over, without a graph, so nobody may count on one."""
+    if torch.is_grad_enabled():
+        words = (
+            f"{operation}: second derivatives of a table's gradient are not supported; leave out create_graph=True, or "
+            f"ask torch.autograd.grad for the gradients of other tensors only"
+        )
+        axis.begin(f"{operation}.backward.backward", fault=NotImplementedError(words))
 
 
 def _take_later(table: RowTable, collect: Callable[[], None]) -> None:

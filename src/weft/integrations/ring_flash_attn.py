@@ -143,7 +143,8 @@ def llama3_flash_attn_varlen_func(
     ``return_attn_probs`` the result is (out, lse ``[H, T]``, None).
 
     What crosses ranks beside keys and values: the boundaries, in two small rounds, when other tensors of boundaries
-    come than the last time. Pass the same ones to every layer of a batch.
+    come than the last time. Pass the same ones to every layer of a batch. (Those made under ``torch.inference_mode()``
+    do not say when they change: with them the rounds are made every time.)
 
     ``first_stride``, ``backward_first_stride`` and ``backward_last_stride`` split the first step of the forward and
     the first and last of the backward, which nothing hides in the original: see `weft.head_strides`.
@@ -182,13 +183,15 @@ def _find_documents(
 ) -> Sequence:  # fmt: skip
     """The boundaries in the whole sequence, from what every rank knows of its own part.
 
-    Remembered for as long as the same tensors come, so that the layers of a batch tell them once.
+    Remembered for as long as the same tensors come, so that the layers of a batch tell them once. Tensors made under
+    ``torch.inference_mode()`` may be refilled without a trace, so with those every layer tells.
     """
+    versions = tuple(-1 if one.is_inference() else one._version for one in bounds)
+    known = None if -1 in versions else (*versions, length, longest, keys.start, keys.stop, causal)
     remembered = axis.counter.cache.get("llama3 documents")
-    versions = (*(one._version for one in bounds), length, longest, keys.start, keys.stop, causal)
-    if fault is None and remembered is not None:
-        seen, known, sequence = remembered
-        if all(ref() is one for ref, one in zip(seen, bounds, strict=True)) and known == versions:
+    if fault is None and known is not None and remembered is not None:
+        seen, before, sequence = remembered
+        if all(ref() is one for ref, one in zip(seen, bounds, strict=True)) and known == before:
             return sequence
     of_q, of_k = (one.tolist() for one in bounds)
     mine = [length, *longest, keys.start or 0, keys.stop or 0, int(causal), len(of_q), *of_q, *of_k]
@@ -197,7 +200,8 @@ def _find_documents(
     padded = (*mine, *[0] * (max(sizes) - len(mine)))
     rows = axis.begin(f"{name}.documents", tell=padded).told.wait()
     sequence = _join([list(row[:size]) for row, size in zip(rows, sizes, strict=True)], axis)
-    axis.counter.cache["llama3 documents"] = tuple(weakref.ref(one) for one in bounds), versions, sequence
+    if known is not None:
+        axis.counter.cache["llama3 documents"] = tuple(weakref.ref(one) for one in bounds), known, sequence
     return sequence
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call
+from weft.comm.function import RankFunction
 from weft.linear_attention.backend import BACKWARD, FORWARD
 from weft.linear_attention.chunk import ChunkForward
 from weft.linear_attention.final_state import collect_final_gradients, share_final_states
@@ -48,7 +49,7 @@ class Options:
         return Form(kind, shape, torch.promote_types(self.dtype, torch.float32), device)  # type: ignore[arg-type]
 
 
-class LinearAttention(torch.autograd.Function):
+class LinearAttention(RankFunction):
     """o and the final states of linear attention over a sequence that lies on the ranks of an axis.
 
     | crosses ranks   | forward                            | backward                              |
@@ -61,6 +62,8 @@ class LinearAttention(torch.autograd.Function):
     run. The states between chunks are computed again: that costs one product of fourteen, keeping them would
     cost as much memory as k or v at chunk size 64 and K = V = 64.
     """
+
+    operation = "linear_attention"
 
     @staticmethod
     def forward(
@@ -115,18 +118,18 @@ class LinearAttention(torch.autograd.Function):
             arriving = share_final_states(call, plan, ended, batch, like=kernels[0].maps[1])
         states = states_by_run(plan, entering, kernels)
         outs = [kernel.finish(state)[0] for kernel, state in zip(kernels, states, strict=True)]
-        ctx.save_for_backward(q, k, v, g, *states)
-        ctx.how = options, axis, plan, method, backend
-        ctx.initial = None if initial is None else (initial.shape, initial.dtype)
+        ctx.save_for_backward(q, k, v, g, initial, *states)
+        ctx.axis = axis
+        ctx.how = options, plan, method, backend, call.number
         ctx.set_materialize_grads(False)
         return _join(outs), None if arriving is None else arriving.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, *states = ctx.saved_tensors
-        options, axis, plan, method, backend = ctx.how
+        q, k, v, g, initial, *states = ctx.saved_tensors
+        options, plan, method, backend, number = ctx.how
         batch, form = q.shape[0], options.form(q.device)
-        call = axis.begin("linear_attention.backward", options)
+        call = ctx.axis.begin("linear_attention.backward", options, of=number)
         seeds = None
         if options.output_final_state:
             shape = (batch * len(plan.ends), *form.shape[1:])
@@ -156,7 +159,8 @@ class LinearAttention(torch.autograd.Function):
         dq, dk, dv = _join([x[0] for x in grads]), _join([x[1] for x in grads]), _join([x[2] for x in grads])
         gates = [grad[3] for grad in grads if grad[3] is not None]
         dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else _join(gates)
-        return dq, dk, dv, dg, _initial_gradient(ctx, maps, [grad[4] for grad in grads]), None, None, None, None
+        wanted = initial if ctx.needs_input_grad[4] else None
+        return dq, dk, dv, dg, _initial_gradient(wanted, maps, [grad[4] for grad in grads]), None, None, None, None
 
 
 def _plan(sequence: Sequence) -> SequencePlan:
@@ -180,16 +184,15 @@ def _plan_and_work(
     return plan, kernels
 
 
-def _initial_gradient(ctx: Any, maps: Items[SegmentMap], grads: Items[Tensor]) -> Tensor | None:
+def _initial_gradient(initial: Tensor | None, maps: Items[SegmentMap], grads: Items[Tensor]) -> Tensor | None:
     """The gradient of the initial states of the documents that begin here; zero for all others."""
-    if ctx.initial is None or not ctx.needs_input_grad[4]:
+    if initial is None:
         return None
-    shape, dtype = ctx.initial
-    total = grads[0].new_zeros(shape)
+    total = grads[0].new_zeros(initial.shape)
     for one in maps:
         if one.segment.is_first:
             total[one.document_rows] = grads[one.run][one.rows]
-    return total.to(dtype)
+    return total.to(initial.dtype)
 
 
 def _cut(g: Tensor | None, tokens: slice) -> Tensor | None:

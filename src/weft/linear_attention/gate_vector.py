@@ -26,8 +26,9 @@ class VectorGate(Gate):
     def __init__(self, grid: Grid, q: Tensor, k: Tensor, g: Tensor, scale: float) -> None:
         self._dtype, self._g = g.dtype, grid.lay(g)
         self._dg: Tensor | None = None
-        total = torch.zeros(grid.chunks, grid.batch, grid.value_heads, grid.key_dim, dtype=torch.float64)
-        super().__init__(grid, q, k, scale, total.to(q.device))
+        shape = grid.chunks, grid.batch, grid.value_heads, grid.key_dim
+        total = torch.zeros(shape, dtype=torch.float64, device=q.device)
+        super().__init__(grid, q, k, scale, total)
         for tile in grid.tiles:
             grid.at(total, tile).copy_(self._log(tile).sum(1))
         self.total = self._total = total

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.comm.kept import ordinary, tensors_are_real
+
 # Elements of one tile buffer. Around 1 MB in fp32: small enough for the cache, large enough to hide Python.
 TILE_ELEMENTS = 1 << 18
 # Bytes of state buffers a thread may keep for its next call.
@@ -26,7 +28,8 @@ class _Memory(threading.local):
     """Memory a thread reuses: tile buffers by name, and state buffers given back.
 
     Fresh memory comes from the system page by page, and for buffers written once that costs as much as a product.
-    Nothing of a tile outlives the work on it, so calls in flight in one thread can share the tile buffers.
+    Nothing of a tile outlives the work on it, so calls in flight in one thread can share the tile buffers. All of it is
+    ordinary memory: see `weft.comm.kept`.
     """
 
     def __init__(self) -> None:
@@ -66,6 +69,7 @@ class Grid:
         self.lengths = lengths
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.device = q.device
+        self._memory = _memory if tensors_are_real() else _Memory()
         # Short documents would be mostly padding in a full chunk.
         # Gates halve the chunk down to single tokens, so it is a power of two.
         self.chunk = 1 << min(chunk_size.bit_length() - 1, max(max(lengths, default=0) - 1, 0).bit_length())
@@ -95,9 +99,10 @@ class Grid:
         """A reused dense buffer; what it held under the same name is lost."""
         size = math.prod(shape)
         key = (name, self.dtype, self.device)
-        held = _memory.tiles.get(key)
+        held = self._memory.tiles.get(key)
         if held is None or held.numel() < size:
-            held = _memory.tiles[key] = torch.empty(size, dtype=self.dtype, device=self.device)
+            with ordinary():
+                held = self._memory.tiles[key] = torch.empty(size, dtype=self.dtype, device=self.device)
         return held[:size].view(shape)
 
     def zeros(self, *shape: int) -> Tensor:
@@ -112,17 +117,19 @@ class Grid:
     def empty_states(self) -> Tensor:
         """Room for the M + 1 states between the chunks of a batch row, [M+1, B, HV, K, V]."""
         shape = (self.chunks + 1, self.batch, self.value_heads, self.key_dim, self.value_dim)
-        for i, spare in enumerate(_memory.spare):
-            if spare.shape == shape and spare.dtype == self.dtype and spare.device == self.device:
-                return _memory.spare.pop(i)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        spare = self._memory.spare
+        for i, states in enumerate(spare):
+            if states.shape == shape and states.dtype == self.dtype and states.device == self.device:
+                return spare.pop(i)
+        with ordinary():
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    @staticmethod
-    def give_back(states: Tensor) -> None:
+    def give_back(self, states: Tensor) -> None:
         """Let a later call of this thread have the memory of `empty_states`."""
-        _memory.spare.append(states)
-        while sum(spare.nbytes for spare in _memory.spare) > SPARE_BYTES:
-            _memory.spare.pop(0)
+        spare = self._memory.spare
+        spare.append(states)
+        while sum(one.nbytes for one in spare) > SPARE_BYTES:
+            spare.pop(0)
 
     # Tokens to grid and back.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.eager import eager
+from weft.comm.kept import tensors_are_real
 from weft.linear_attention.backend import CHOICES, choose_backend, find_triton_fault
 from weft.linear_attention.distributed import LinearAttention, Options
 from weft.scan import METHODS
@@ -125,7 +126,7 @@ def _find_fault(
     if g is not None and tuple(g.shape) not in shapes:
         wanted = "[H], [B, T, H] or [B, T, H, K]"
         return ValueError(f"{name}: g {list(g.shape)} is not {wanted} of q {list(q.shape)} {where}")
-    if g is not None and g.device.type == "cpu" and g.numel() and g.detach().max() > 0:
+    if g is not None and g.device.type == "cpu" and tensors_are_real() and g.numel() and g.detach().max() > 0:
         return ValueError(f"{name}: g is the log of a decay and must not be positive, got {g.max():.3g} {where}")
     wanted_state = (batch if bounds is None else len(bounds) - 1, value_heads, keys, values)
     if initial_state is not None and tuple(initial_state.shape) != wanted_state:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.eager import eager
+from weft.comm.function import RankFunction
 from weft.comm.path import Together
 from weft.scan.affine import Affine, Form
 from weft.scan.methods import METHODS, schedule
@@ -50,7 +51,7 @@ def exclusive_scan(
     axis = Axis.of(group)
     if fault := _find_fault(axis.rank, state, log_decay, transition, method, blocks):
         axis.begin("exclusive_scan", fault=fault)
-    return ExclusiveScan.apply(state, log_decay, transition, axis, method, blocks, reverse)
+    return ExclusiveScan.apply(state, log_decay, transition, axis, method, blocks, reverse, None)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,11 @@ class Options:
     gradient: bool
 
 
-class ExclusiveScan(torch.autograd.Function):
-    """Exclusive prefix (or suffix, transposed) over ranks. The two are each other's gradient."""
+class ExclusiveScan(RankFunction):
+    """Exclusive prefix (or suffix, transposed) over ranks. The two are each other's gradient, to any order."""
+
+    operation = "exclusive_scan"
+    any_order = True
 
     @staticmethod
     def forward(
@@ -80,7 +84,9 @@ class ExclusiveScan(torch.autograd.Function):
         method: str,
         blocks: int | None,
         reverse: bool,
+        of: int | None,
     ) -> Tensor:
+        """``of``: the number of the scan whose gradient this is."""
         decay = log_decay if transition is None else transition
         options = Options(
             method,
@@ -92,26 +98,25 @@ class ExclusiveScan(torch.autograd.Function):
             blocks,
             any(ctx.needs_input_grad),
         )
-        call = axis.begin("exclusive_scan", options)
-        if reverse:
-            transition = None if transition is None else transition.mT
+        call = axis.begin("exclusive_scan" if of is None else "exclusive_scan.backward", options, of=of)
+        applied = transition.mT if reverse and transition is not None else transition
         entering = None
         if axis.size > 1:
-            form = Form.of(state, log_decay, transition)
+            form = Form.of(state, log_decay, applied)
             path = call.path().reversed() if reverse else call.path()
             scan = Together(call, [(path, schedule(method, path, form, blocks))])
-            (entering,) = scan.run(call, [Affine.of(state.to(form.dtype), log_decay, transition)])
+            (entering,) = scan.run(call, [Affine.of(state.to(form.dtype), log_decay, applied)])
         result = state.new_zeros(state.shape) if entering is None else entering.to(state.dtype)
-        ctx.save_for_backward(log_decay, transition if not reverse or transition is None else transition.mT, result)
-        ctx.how = axis, method, blocks, reverse
+        ctx.save_for_backward(log_decay, transition, result)
+        ctx.how = axis, method, blocks, reverse, call.number
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """With E the prefix and D the suffix: d state = the other scan, d A = D E^T (or its part in the logs)."""
         log_decay, transition, result = ctx.saved_tensors
-        axis, method, blocks, reverse = ctx.how
-        other = ExclusiveScan.apply(grad, log_decay, transition, axis, method, blocks, not reverse)
+        axis, method, blocks, reverse, number = ctx.how
+        other = ExclusiveScan.apply(grad, log_decay, transition, axis, method, blocks, not reverse, number)
         prefix, suffix = (other, result) if reverse else (result, other)
         wide = torch.promote_types(grad.dtype, torch.float32)
         prefix, suffix = prefix.to(wide), suffix.to(wide)
@@ -123,7 +128,7 @@ class ExclusiveScan(torch.autograd.Function):
             grad_log = (products * log_decay.to(wide).exp()).to(log_decay.dtype)
         if transition is not None and ctx.needs_input_grad[2]:
             grad_transition = (suffix @ prefix.mT).to(transition.dtype)
-        return other, grad_log, grad_transition, None, None, None, None
+        return other, grad_log, grad_transition, None, None, None, None, None
 
 
 def _find_fault(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.eager import eager
+from weft.comm.function import RankFunction
 from weft.sequence.layout import lay_out, shard_lengths
 from weft.sequence.sequence import Sequence, read_sequence, settle
 
@@ -60,7 +61,7 @@ def unshard(
     axis, layout, _, fault = read_sequence("unshard", length, layout, None, group, sequence)
     if fault is None and length is None:
         fault = ValueError(f"unshard: dim {dim} is not one of x {list(x.shape)} (rank {axis.rank})")
-    return _Unshard.apply(x, dim % max(1, x.ndim), layout, axis, None if fault else sequence, fault)
+    return _Unshard.apply(x, dim % max(1, x.ndim), layout, axis, None if fault else sequence, fault, None)
 
 
 @dataclass(frozen=True)
@@ -75,31 +76,61 @@ class _Options:
     gradient: bool
 
 
-class _Unshard(torch.autograd.Function):
+class _Unshard(RankFunction):
+    """Everybody's slices as the whole. Its gradient is `_SumSlices`, whose gradient is this: right to any order."""
+
+    operation = "unshard"
+    any_order = True
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, layout: str, axis: Axis, known: Sequence | None, fault: Exception | None
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        layout: str,
+        axis: Axis,
+        known: Sequence | None,
+        fault: Exception | None,
+        of: int | None,
     ) -> Tensor:
+        """``of``: the number of the sum whose gradient this is."""
         rest = tuple(size for index, size in enumerate(x.shape) if index != dim)
         lengths = None if known is None else known.lengths
         options = None if fault else _Options(dim, rest, x.dtype, layout, lengths, ctx.needs_input_grad[0])
         tell = None if known is not None else (0 if fault else x.shape[dim],)
-        call = axis.begin("unshard", options, tell=tell, fault=fault)
+        call = axis.begin("unshard", options, tell=tell, fault=fault, of=of)
         mine = x.detach().movedim(dim, 0).contiguous()
         sequence = known or settle("unshard", call, axis, layout, None)
         slices = call.all_gather(mine, sequence.lengths).wait()
-        ctx.how = options, axis, sequence
+        ctx.how = options, sequence, call.number
         parts = [slices[run.rank][run.start : run.start + run.length] for run in sequence.runs]
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        options, axis, sequence = ctx.how
-        call = axis.begin("unshard.backward", options)
-        whole = grad.movedim(options.dim, 0)
+        return _SumSlices.apply(grad, *ctx.how), None, None, None, None, None, None
+
+
+class _SumSlices(RankFunction):
+    """Of the wholes that the ranks have, this rank's slice, summed over the ranks: the gradient of `_Unshard`."""
+
+    operation = "unshard"
+    any_order = True
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, options: _Options, sequence: Sequence, of: int) -> Tensor:
+        call = sequence.axis.begin("unshard.backward", options, of=of)
+        ordered = whole.detach().movedim(options.dim, 0)
         outgoing = [
-            torch.cat([whole[run.offset : run.offset + run.length] for run in sequence.runs if run.rank == rank])
-            for rank in range(axis.size)
+            torch.cat([ordered[run.offset : run.offset + run.length] for run in sequence.runs if run.rank == rank])
+            for rank in range(call.size)
         ]
         total = call.sum_to_owners(outgoing).wait()
-        return total.to(grad.dtype).movedim(0, options.dim), None, None, None, None, None
+        ctx.how = options, sequence, call.number
+        return total.to(whole.dtype).movedim(0, options.dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        options, sequence, number = ctx.how
+        whole = _Unshard.apply(grad, options.dim, options.layout, sequence.axis, sequence, None, number)
+        return whole, None, None, None

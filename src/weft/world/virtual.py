@@ -12,6 +12,7 @@ import torch
 
 from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
+from weft.comm.lane import without_gradients
 from weft.comm.ledger import Event, Ledger
 from weft.comm.wire import Pending, WireMessage
 from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, diagnose, error_of, name_ranks
@@ -202,10 +203,10 @@ class VirtualWire:
             return self._start_inline(schedule)
         outcome: list[T] = []
         failure: list[BaseException] = []
-        axis = Axis.of(None)
+        axis, context = Axis.of(None), without_gradients()
 
         def body() -> None:
-            with torch.no_grad(), self._board.inside(axis):
+            with context, self._board.inside(axis):
                 try:
                     outcome.append(schedule())
                 except Exception as error:  # raised in the caller, who waits for it
@@ -225,7 +226,7 @@ class VirtualWire:
         """As on a side stream: issued now, in the order of the host, while the main line's clock stands still."""
         task = self._board.scheduler.current
         start = task.clock
-        with torch.no_grad():
+        with without_gradients():
             value = schedule()
         end, task.clock = task.clock, start
 

@@ -6,12 +6,12 @@ computed from zero where a piece begins, and a scan over the pieces gives what a
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from weft.comm.kept import keep_tensors
 from weft.linear_attention.fused.tiling import chunks_per_piece, tile
 from weft.linear_attention.grid import Grid
 
@@ -49,7 +49,7 @@ def cut(grid: Grid, gate: str, dtype: torch.dtype) -> Pieces:
     return _tables(tuple(grid.lengths), grid.chunk, per_piece, grid.device)
 
 
-@functools.lru_cache(maxsize=64)
+@keep_tensors(maxsize=64)
 def _tables(lengths: tuple[int, ...], chunk: int, per_piece: int, device: torch.device) -> Pieces:
     columns: list[list[int]] = [[] for _ in range(7)]
     start, length, piece, first, last, segment_first, segment_last = columns

@@ -1,0 +1,99 @@
+"""`RankFunction`: what every autograd Function over ranks has in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from weft.comm.axis import Axis
+
+
+class RankFunction(torch.autograd.Function):
+    """An operation over ranks, as autograd sees it.
+
+    Its forward and backward run outside autocast, whatever is set around them: states and sums over ranks keep their
+    dtype. Its gradients can be differentiated again if its backward is made of such operations (``any_order``);
+    otherwise whoever tries gets the same worded error on every rank, not numbers with a part missing. For that, a
+    forward sets ``ctx.axis`` and saves every tensor it may have to give a gradient for, or its `tie`.
+    """
+
+    operation: ClassVar[str]
+    any_order: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        backward = cls.backward if cls.any_order else _only_once(cls.operation, cls.backward)
+        cls.forward = staticmethod(_outside_autocast(cls.forward))  # type: ignore[method-assign]
+        cls.backward = staticmethod(_outside_autocast(backward))  # type: ignore[method-assign]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"{cls.operation}: torch.func (grad, vjp, jvp, vmap, ...) is not supported over ranks; use "
+                f"torch.autograd and a batch dimension"
+            )
+        return super().apply(*args)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(ctx)._forward_cls.operation}: forward-mode derivatives are not supported; use the backward"
+        )
+
+
+def tie(x: Tensor) -> Tensor:
+    """An empty tensor that hangs on ``x`` in the graph and holds nothing of its memory."""
+    with torch.enable_grad():
+        return x[:0].clone()
+
+
+def _outside_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(ctx: Any, *args: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return method(ctx, *args)
+        device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        if not torch.amp.is_autocast_available(device):
+            return method(ctx, *args)
+        with torch.autocast(device, enabled=False):
+            return method(ctx, *args)
+
+    return run
+
+
+def _only_once(operation: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` without a graph. Where one is asked for, its gradients refuse to be differentiated."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found: Sequence[Tensor | None] = backward(ctx, *grads)
+        behind = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+        return _LastDerivative.apply(operation, ctx.axis, len(found), *found, *behind)
+
+    return run
+
+
+class _LastDerivative(torch.autograd.Function):
+    """Gradients as they are, hung on what they depend on, for whoever wants to differentiate them."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: str, axis: Axis, count: int, *tensors: Tensor | None) -> Any:
+        ctx.how = operation, axis
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        operation, axis = ctx.how
+        fault = NotImplementedError(
+            f"{operation}: second derivatives are not supported; detach its gradients, or leave out create_graph=True"
+        )
+        axis.begin(f"{operation}.backward.backward", fault=fault)

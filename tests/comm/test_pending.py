@@ -1,0 +1,98 @@
+"""Something under way that fails: whoever asks again hears the same."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from worlds import virtual_world
+
+import weft
+from weft.comm import Pending
+from weft.comm.lane import ThreadLanes
+from weft.comm.wire import SoloWire
+from weft.errors import CommError
+from weft.world.launch import ProcessWorld
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise Broken("no")
+
+
+def raised_twice(pending: Pending[None]) -> bool:
+    """Whether both waits raise, and the same error."""
+    heard = []
+    for _ in range(2):
+        try:
+            pending.wait()
+        except (Broken, CommError) as error:
+            heard.append(error)
+    return len(heard) == 2 and heard[0] is heard[1]
+
+
+def test_a_failed_wait_raises_the_same_again() -> None:
+    times = []
+
+    def finish() -> None:
+        times.append(1)
+        fail()
+
+    assert raised_twice(Pending(finish))
+    assert len(times) == 1  # and it is not tried again
+
+
+def test_so_do_lanes() -> None:
+    assert raised_twice(ThreadLanes("a test").start(fail))
+    assert raised_twice(SoloWire().start(lambda: Pending(fail), torch.device("cpu")).wait())
+
+
+def test_so_do_lanes_of_virtual_ranks() -> None:
+    """By NCCL's rules a lane runs where it is started, and raises there."""
+
+    def program(axis: weft.Axis) -> bool:
+        call = axis.begin("failing")
+        return raised_twice(call.start(fail)) and raised_twice(axis.start(fail))
+
+    assert all(weft.VirtualWorld(2).run(program).results)
+
+
+@pytest.mark.usefixtures("network")
+def test_so_does_what_the_ranks_told() -> None:
+    def program(axis: weft.Axis) -> list[str]:
+        axis.begin("telling", tell=(0,)).told.wait()
+        told = None
+        words = []
+        try:
+            told = axis.begin("telling", tell=(0,), fault=ValueError("rank 1 cannot") if axis.rank == 1 else None).told
+        except ValueError as error:
+            words += [str(error)] * 2
+        for _ in range(2 if told is not None else 0):
+            try:
+                told.wait()
+            except ValueError as error:
+                words.append(str(error))
+        return words
+
+    assert virtual_world(3).run(program).results == [["rank 1 cannot"] * 2] * 3
+
+
+def wait_for_the_silent(axis: weft.Axis) -> list[bool]:
+    """A message, and an expected one, that never come."""
+    call = axis.begin("waiting")
+    if axis.rank == 1:
+        return []
+    expected = call.expect([(1, torch.empty(2))])
+    pending = call.exchange([], expected)
+    return [raised_twice(pending), raised_twice(expected)]  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+def test_so_do_messages_on_gloo() -> None:
+    with ProcessWorld(2, timeout=timedelta(seconds=2)) as world:
+        heard = world.run(wait_for_the_silent)
+    assert heard == [[True, True], []]

@@ -1,0 +1,85 @@
+"""Every differentiable operation of weft as one call on a rank, for tests of what they must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.integrations.ring_flash_attn import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
+    ring_flash_attn_func,
+    zigzag_ring_flash_attn_func,
+)
+
+TOKENS, HEADS, DIM = 6, 4, 8  # of a rank
+Operation = Callable[[weft.Axis, Tensor], Tensor]
+
+
+def linear(axis: weft.Axis, x: Tensor, gate: str | None = None, **options: object) -> Tensor:
+    """``gate``: None, or how many dimensions the log decay has."""
+    log = -x.abs()
+    g = {None: None, "constant": log[0, 0, :, 0], "scalar": log[..., 0], "vector": log}[gate]
+    if gate == "constant" and not x.shape[1]:
+        g = None
+    start = x.new_ones(1, HEADS, DIM, DIM) * x.sum()
+    o, final = weft.linear_attention(x, x, x, g, initial_state=start, output_final_state=True, group=axis, **options)
+    assert final is not None
+    return o + final.sum().to(o.dtype)
+
+
+def softmax(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
+    shared = x if options.get("method") == "ulysses" else x[:, :, ::2]
+    return weft.attention(x, shared, shared, causal=True, group=axis, **options)
+
+
+def llama3(axis: weft.Axis, x: Tensor) -> Tensor:
+    total = TOKENS * axis.size
+    known = llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, total // 3, total]), True, axis.rank, axis.size)
+    return llama3_flash_attn_varlen_func(x[0], x[0], x[0], *known[:4], 1, known[4], causal=True, group=axis)
+
+
+def scan(axis: weft.Axis, x: Tensor, kind: str, **options: object) -> Tensor:
+    state = x[0, 0]  # [H, D]
+    decay: dict[str, Tensor] = {}
+    if kind == "dense":
+        decay = {"transition": x[0, 1].mT @ x[0, 2] / DIM}
+        state = state.mT  # [D, H]
+    elif kind != "none":
+        decay = {"log_decay": -x[0, 1, :, 0].abs() if kind == "vector" else -x[0, 1, 0, 0].abs()}
+    return weft.exclusive_scan(state, **decay, group=axis, **options)
+
+
+REFUSED: dict[str, Operation] = {
+    **{f"linear_attention {gate}": partial(linear, gate=gate) for gate in (None, "constant", "scalar", "vector")},
+    "linear_attention zigzag": partial(linear, gate="scalar", layout="zigzag"),
+    **{f"attention {method}": partial(softmax, method=method) for method in ("gather", "ring", "ulysses")},
+    "attention window": partial(softmax, window=(2, 0), layout="zigzag"),
+    "ring_flash_attn": lambda axis, x: ring_flash_attn_func(x, x, x, causal=True, group=axis),
+    "zigzag_ring_flash_attn": lambda axis, x: zigzag_ring_flash_attn_func(x, x, x, causal=True, group=axis),
+    "llama3_flash_attn": llama3,
+}  # operations whose gradients cannot be differentiated
+ANY_ORDER: dict[str, Operation] = {
+    **{f"exclusive_scan {kind}": partial(scan, kind=kind) for kind in ("none", "scalar", "vector", "dense")},
+    "exclusive_scan dense reverse": partial(scan, kind="dense", reverse=True, method="gather"),
+    "exclusive_scan vector gather": partial(scan, kind="vector", method="gather"),
+    "unshard": lambda axis, x: weft.unshard(x, 1, group=axis),
+    "unshard zigzag": lambda axis, x: weft.unshard(x, 1, layout="zigzag", group=axis),
+}
+OPERATIONS: dict[str, Operation] = {**REFUSED, **ANY_ORDER}
+
+
+def tokens(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A rank's input ``[1, TOKENS, HEADS, DIM]``, a leaf."""
+    make = torch.Generator().manual_seed(rank)
+    x = torch.randn(1, TOKENS, HEADS, DIM, generator=make, dtype=torch.float64) / 2
+    return x.to(dtype).requires_grad_()
+
+
+def weights_like(out: Tensor) -> Tensor:
+    """Something to multiply a result with, so that its gradient is not the same everywhere."""
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)

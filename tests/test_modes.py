@@ -1,0 +1,183 @@
+"""What is set around a call (inference, fake tensors, autocast, default dtype) changes neither it nor later ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from every_operation import OPERATIONS, Operation, tokens, weights_like
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from worlds import virtual_world
+
+import weft
+from weft.world.launch import ProcessWorld
+
+SIZES = [1, 2]
+DTYPES = (torch.float64, torch.bfloat16)
+
+
+def training_step(run: Operation, axis: weft.Axis, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The result and the gradient."""
+    x = tokens(axis.rank, dtype)
+    out = run(axis, x)
+    (weights_like(out) * out.square()).sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+def validate(run: Operation, axis: weft.Axis, mode: Callable[[], object]) -> Tensor:
+    with mode():  # type: ignore[attr-defined]
+        return run(axis, tokens(axis.rank).detach() * 1).clone()
+
+
+def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+def alone(program: Callable[[], object]) -> object:
+    """In a thread of its own, where nothing is kept from earlier calls."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(program()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_validation_before_and_after_training(name: str, size: int, mode: Callable[[], object]) -> None:
+    run = OPERATIONS[name]
+
+    def program(axis: weft.Axis) -> bool:
+        first = validate(run, axis, mode)  # in a fresh thread: what it keeps, the step uses
+        step = training_step(run, axis)
+        again = validate(run, axis, mode)
+        return same(step, training_step(run, axis)) and same((first, first), (again, step[0]))
+
+    assert all(virtual_world(size).run(program).results)
+
+
+def validate_then_train(axis: weft.Axis) -> list[str]:
+    return [
+        name for name, run in OPERATIONS.items()
+        if not same((validate(run, axis, torch.inference_mode),), training_step(run, axis)[:1])
+    ]  # fmt: skip
+
+
+@pytest.mark.processes
+def test_validation_before_training_on_gloo(two: ProcessWorld) -> None:
+    assert two.run(validate_then_train) == [[], []]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.startswith("llama3")])
+def test_a_call_with_fake_tensors_leaves_nothing_behind(name: str, backward: bool) -> None:
+    """Before a real one and after it; llama3 reads its boundaries, which fake tensors do not have."""
+    run, axis = OPERATIONS[name], weft.Axis.of(None)
+
+    def fake() -> bool:
+        real = tokens(0).detach()
+        with FakeTensorMode() as mode:
+            x = mode.from_tensor(real).requires_grad_()
+            out = run(axis, x)
+            if backward:
+                out.square().sum().backward()
+        return isinstance(out, FakeTensor) and out.shape == run(axis, tokens(0)).shape
+
+    def program() -> bool:
+        if not fake():
+            return False
+        step = training_step(run, axis)
+        return fake() and same(step, training_step(run, axis))
+
+    assert alone(program)
+
+
+def test_meta_tensors_leave_nothing_behind() -> None:
+    def program() -> bool:
+        axis = weft.Axis.of(None)
+        for run in OPERATIONS.values():
+            meta = torch.zeros(1, 6, 4, 8, device="meta")
+            if run(axis, meta).device.type != "meta" or not training_step(run, axis)[1].isfinite().all():
+                return False
+        return True
+
+    assert alone(program)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nothing_follows_the_default_dtype(name: str, dtype: torch.dtype) -> None:
+    run = OPERATIONS[name]
+    for of_inputs in (torch.float32, torch.bfloat16):
+        wanted = virtual_world(2).run(lambda axis, d=of_inputs: training_step(run, axis, d)).results
+        with default_dtype(dtype):
+            got = virtual_world(2).run(lambda axis, d=of_inputs: training_step(run, axis, d)).results
+        assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_arithmetic_is_outside_autocast(name: str, size: int) -> None:
+    """The input's dtype decides, in the forward and in the backward, wherever autocast is on."""
+    run = OPERATIONS[name]
+    # Decays that are themselves computed under autocast would differ: here they come from outside it.
+    dense = name.startswith("exclusive_scan dense")
+
+    def program(axis: weft.Axis) -> bool:
+        wanted = step(axis, "neither")
+        return all(same(step(axis, where), wanted) for where in ("forward", "backward", "both"))
+
+    def step(axis: weft.Axis, where: str) -> tuple[Tensor, ...]:
+        x = tokens(axis.rank)
+        if dense:
+            state, decay = x.detach()[0, 0].mT.contiguous(), x.detach()[0, 1].mT @ x.detach()[0, 2] / 8
+            leaves = [state.requires_grad_(), decay.requires_grad_()]
+        else:
+            leaves = [x]
+        with torch.autocast("cpu", torch.bfloat16, enabled=where in ("forward", "both")):
+            if dense:
+                out = weft.exclusive_scan(leaves[0], transition=leaves[1], group=axis, reverse="reverse" in name)
+            else:
+                out = run(axis, x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=where in ("backward", "both")):
+            (weights_like(out) * out.square()).sum().backward()
+        return out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+    assert all(virtual_world(size).run(program).results)
+
+
+@pytest.mark.usefixtures("network")
+def test_rows_are_summed_outside_autocast() -> None:
+    def program(axis: weft.Axis) -> bool:
+        found = []
+        for enabled in (False, True):
+            torch.manual_seed(0)
+            table = weft.ShardedEmbedding(9, 4)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                rows = table(torch.tensor([1, axis.rank, 1, 8]))
+                (rows * weights_like(rows)).sum().backward()
+                whole = table.full_weight()
+                (whole * weights_like(whole)).sum().backward()
+            found.append((rows.detach(), whole.detach(), table.weight.grad.to_dense()))
+        return same(*found)
+
+    assert all(virtual_world(2).run(program).results)
