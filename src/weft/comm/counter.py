@@ -29,7 +29,7 @@ class CallCounter:
     cache: dict[object, Any] = field(default_factory=dict)  # what an operation remembers about these ranks
     _signatures: dict[object, tuple[Signature, int]] = field(default_factory=dict)
 
-    def next_record(self, operation: str, options: object, fault: Exception | None) -> CallRecord:
+    def next_record(self, operation: str, options: object, fault: Exception | None, told: int = 0) -> CallRecord:
         """Number a call. Its tag mixes number and options, so that ranks who disagree never exchange data."""
         self.calls += 1
         key = (operation, options)
@@ -40,7 +40,11 @@ class CallCounter:
             self._signatures[key] = words, zlib.crc32(repr((self.name, operation, words)).encode())
         words, digest = self._signatures[key]
         reason = None if fault is None else fault_of(fault)
-        return CallRecord(self.name, self.calls, operation, words, mix(digest, self.calls), reason)
+        return CallRecord(self.name, self.calls, operation, words, mix(digest, self.calls), reason, told)
+
+    def refused_record(self, operation: str, fault: Exception) -> CallRecord:
+        """Of a call that is not made: it has the number of the next one, and is not counted."""
+        return CallRecord(self.name, self.calls + 1, operation, (), 0, fault_of(fault))
 
     def lane(self) -> CallCounter:
         """The counter of a lane. What has been agreed on goes in here and comes back when the lane is waited for.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import read
 from weft.optim.early_gradients import EarlyGradients
 from weft.optim.explain import Explanation
 from weft.optim.joined_state import join_states, read_orders, split_state
@@ -66,7 +67,17 @@ class OverlappedStep(torch.optim.Optimizer):
         overlap_backward: bool = False,
         on_nonfinite: str = "raise",
     ) -> None:
-        check_parts(parts, clip, bucket_bytes, on_nonfinite)
+        try:
+            self._set_up(parts, scatter_order, work_order, bucket_bytes, clip, overlap_backward, on_nonfinite)
+        except Exception as error:
+            self._leave_word(parts, error)
+            raise
+
+    def _set_up(
+        self, parts: Sequence[StepPart], scatter_order: Sequence[str] | None, work_order: Sequence[str] | None,
+        bucket_bytes: int | None, clip: float | None, overlap_backward: bool, on_nonfinite: str,
+    ) -> None:  # fmt: skip
+        check_parts(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
         self.parts = name_parts(parts)
         self._given = scatter_order, work_order
         self._clip, self._on_nonfinite = clip, on_nonfinite
@@ -84,6 +95,13 @@ class OverlappedStep(torch.optim.Optimizer):
         self._rank = self._axes[-1].rank if self._axes else 0
         self._early = EarlyGradients(self._make_run) if overlap_backward else None
         self._arrange(None)
+
+    @staticmethod
+    def _leave_word(parts: Any, error: Exception) -> None:
+        """For ranks that go on: making buckets anew, or the next step, they wait for this one."""
+        known = read("OverlappedStep", None, lambda: union_of_axes([one for one in parts if isinstance(one, StepPart)]))
+        for axis in () if isinstance(known, Exception) else known:
+            axis.leave_word("OverlappedStep", error)
 
     # Orders.
 
