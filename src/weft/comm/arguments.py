@@ -139,9 +139,13 @@ def find_choice_fault(
     operation: str, name: str, value: object, rank: int | None, known: Collection[str]
 ) -> Exception | None:
     """What is wrong with an argument that must be one of some words."""
-    if isinstance(value, str) and value in known:
-        return None
-    return ValueError(f"{operation}: {name} {show(value)} is not one of {', '.join(known)}{at(rank)}")
+
+    def find() -> Exception | None:
+        if isinstance(value, str) and value in known:
+            return None
+        return ValueError(f"{operation}: {name} {show(value)} is not one of {', '.join(known)}{at(rank)}")
+
+    return _named(operation, name, rank, find)
 
 
 def the_choice(value: object, known: Iterable[str]) -> str:

@@ -191,8 +191,9 @@ class ShardedEmbedding(nn.Module):
         gradient = self.weight.requires_grad and torch.is_grad_enabled()
         fault = self._find_fault(ids)
         with torch.no_grad():
-            if self._prefetch is not None:
-                self._prefetch.settle(False, fault)
+            early, self._prefetch = self._prefetch, None  # one that fails is dropped
+            if early is not None:
+                early.settle(False, fault)
             self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient, fault))
 
     def full_weight(self) -> Tensor:
@@ -227,10 +228,11 @@ class ShardedEmbedding(nn.Module):
         return RowExchange.of("embedding", sets, sizes, kind, self.axis, options)
 
     def _fetch(self, ids: Tensor, gradient: bool, fault: Exception | None) -> tuple[RowExchange, Tensor]:
-        if (early := self._prefetch) is not None:
+        early, self._prefetch = self._prefetch, None  # one that fails is dropped
+        if early is not None:
             rows, used = early.settle(fault is None and torch.equal(early.ids, ids), fault)
-            if used:
-                self._prefetch = None
+            if not used:
+                self._prefetch = early
             if rows is not None:
                 return early.exchange, rows
         exchange = self._open(ids, gradient, fault)
