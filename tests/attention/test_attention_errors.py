@@ -62,6 +62,33 @@ def test_wrong_arguments_are_told(changes, kind, words) -> None:
         attention(**{"q": Q, "k": Q, "v": Q, "causal": False, **changes})
 
 
+@pytest.mark.usefixtures("network")
+def test_causal_must_be_said() -> None:
+    q = Q.detach()
+    caught = errors_of(lambda axis: attention(q, q, q, **({} if axis.rank == 0 else {"causal": True}), group=axis))
+    assert caught == [
+        "attention: say causal=True (a token sees itself and those before it) or causal=False (it sees all) (rank 0)"
+    ] * 3  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"causal": 1}, "causal must be True or False, got 1"),
+        ({"return_lse": 3}, "return_lse must be True or False, got 3"),
+        ({"scale": "a"}, r"scale must be a number, got 'a' \(str\)"),
+        ({"scale": True}, r"scale must be a number, got True \(bool\)"),
+        ({"sequence": 4}, r"sequence must be what weft\.sequence\(\.\.\.\) returns, got int"),
+        ({"cu_seqlens": "a"}, "cu_seqlens must be integers, got 'a'"),
+        ({"cu_seqlens": [0, True]}, None),
+    ],
+)
+def test_wrong_kinds_are_told_by_name(changes, words) -> None:
+    with pytest.raises(TypeError if words else ValueError, match=words):
+        attention(**{"q": Q, "k": Q, "v": Q, "causal": False, **changes})
+
+
 def test_packed_sequences_need_a_batch_of_one() -> None:
     q = torch.randn(2, 6, 2, 4)
     with pytest.raises(ValueError, match="need a batch of 1, got 2"):

@@ -142,3 +142,29 @@ def test_a_fault_of_one_rank_is_told_on_all() -> None:
     assert words == ["sequence: local_length must not be negative, got -2 (rank 1)"] * 3
     words = errors_of(lambda axis: weft.sequence(4, layout="zigzag" if axis.rank == 2 else None, group=axis))
     assert len(set(words)) == 1 and "rank 2 called sequence(layout=zigzag)" in words[0]
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("total", [0, 1, 14, 24])
+def test_a_total_gives_the_lengths_of_shard(layout: str, total: int) -> None:
+    def program(axis: weft.Axis) -> bool:
+        mine = weft.shard(torch.arange(total), 0, layout=layout, group=axis)
+        by_total = weft.sequence(total=total, layout=layout, group=axis)
+        by_length = weft.sequence(len(mine), layout=layout, group=axis)
+        return (by_total.length, by_total.total, by_total.lengths) == (len(mine), total, by_length.lengths)
+
+    assert all(virtual_world(5).run(program).results)
+
+
+@pytest.mark.usefixtures("network")
+def test_exactly_one_of_both_lengths_the_same_on_all_ranks() -> None:
+    for odd in ({}, {"local_length": 4, "total": 12}):
+        words = errors_of(lambda axis: weft.sequence(**(odd if axis.rank == 1 else {"total": 12}), group=axis))  # noqa: B023
+        assert words == [
+            "sequence: give local_length, the tokens of this rank, or total, those of all ranks, and not both (rank 1)"
+        ] * 3  # fmt: skip
+    words = errors_of(lambda axis: weft.sequence(total=13 if axis.rank == 1 else 12, group=axis))
+    assert len(words) == 3 and len(set(words)) == 1 and "rank 1 called sequence(total=13)" in words[0]
+    words = errors_of(lambda axis: weft.sequence(**({"local_length": 4} if axis.rank == 1 else {"total": 12}), group=axis))
+    assert len(words) == 3 and len(set(words)) == 1 and "rank 1 called sequence(total=None)" in words[0]

@@ -116,8 +116,8 @@ class OverlappedStep(torch.optim.Optimizer):
         early = self._early is not None
         default = Orders.default(self._units, early)
         if orders is None:
-            scatter = read_order("scatter_order", self._given[0] or (), self._units, default.scatter)
-            work = read_order("work_order", self._given[1] or (), self._units, default.work)
+            scatter = read_order("scatter_order", () if self._given[0] is None else self._given[0], self._units, default.scatter)
+            work = read_order("work_order", () if self._given[1] is None else self._given[1], self._units, default.work)
             orders = Orders(scatter, work)
             if fault := find_scatter_fault(scatter, self._units, early):
                 raise fault
@@ -131,7 +131,8 @@ class OverlappedStep(torch.optim.Optimizer):
             self._early.arm(self._orders.sort_scatter(self._units), expected)
 
     def _make_run(self, rehearsal: bool = False) -> StepRun:
-        return StepRun("OverlappedStep", self.parts, StepRecord(self._clock(), self._rank), rehearsal)
+        record = StepRecord(self._clock(), self._rank)
+        return StepRun("OverlappedStep", self.parts, record, rehearsal, (self._clip, self._on_nonfinite))
 
     def _clock(self) -> Callable[[], float]:
         return self._axes[0].wire.clock if self._axes else time.perf_counter

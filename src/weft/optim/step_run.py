@@ -79,9 +79,15 @@ class StepRun:
     """
 
     def __init__(
-        self, label: str, parts: Mapping[str, StepPart], record: StepRecord | None = None, rehearsal: bool = False
+        self,
+        label: str,
+        parts: Mapping[str, StepPart],
+        record: StepRecord | None = None,
+        rehearsal: bool = False,
+        settings: object = None,
     ) -> None:
-        """A ``rehearsal`` changes nothing, whatever comes out."""
+        """A ``rehearsal`` changes nothing, whatever comes out. ``settings``: of the step, the same on every rank."""
+        self._settings = settings
         self._label, self._parts, self._rehearsal = label, dict(parts), rehearsal
         self._axes = union_of_axes(list(parts.values()))
         self._tentative = rehearsal or any(part.fails_late for part in self._parts.values())
@@ -164,7 +170,7 @@ class StepRun:
         """What all parts say, as one; with several parts a parameter's name tells which it is in."""
         from weft.optim.part import Examined
 
-        joined = Examined([], [], [], [], tuple(one.settings for one in examined), fault)
+        joined = Examined([], [], [], [], (self._settings, *(one.settings for one in examined)), fault)
         for part, one in zip(self._parts, examined, strict=True):
             joined.parameters += one.parameters
             joined.names += one.names if len(examined) == 1 else [f"{name} ({part})" for name in one.names]
