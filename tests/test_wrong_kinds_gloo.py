@@ -90,6 +90,8 @@ def use_a_wrong_group(axis: weft.Axis) -> list[str]:
 
 def test_a_wrong_group_is_told_where_it_is(pool: ProcessWorld) -> None:
     text, mesh, other = pool.run(use_a_wrong_group)[2]
-    assert "group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got str (raised on this rank alone)" in text
+    assert (
+        "group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got str (raised on this rank alone)" in text
+    )
     assert "the mesh has 2 dimensions" in mesh and "(raised on this rank alone)" in mesh
     assert "this rank is not a member of the group" in other and "(raised on this rank alone)" in other

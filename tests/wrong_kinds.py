@@ -137,8 +137,8 @@ Call = Callable[..., Any]
 class Subject:
     """An operation: ``start(axis)`` gives a function that calls it with right arguments, or some of them changed.
 
-    ``signature``: whose arguments are tried. ``talks``: whether other ranks take part, and so are told. ``tells``: whether
-    they are told in the call itself, also after the first; if not, they find out when they have waited for long.
+    ``signature``: whose arguments are tried. ``talks``: whether other ranks take part, and so are told. ``tells``:
+    whether they are told in the call itself, also after the first; if not, they find out when they wait.
     """
 
     start: Callable[[weft.Axis], Call]
@@ -243,7 +243,7 @@ def _rows(axis: weft.Axis) -> Call:
 
 def _pull(axis: weft.Axis) -> Call:
     def call(**changes: Any) -> Tensor:
-        exchange = weft.RowExchange(torch.tensor([axis.rank, 4]), 12, group=axis)
+        exchange = weft.RowExchange(torch.arange(6), 12, group=axis)
         exchange.start_ids()
         exchange.wait_ids()
         return exchange.pull(**{"shards": [torch.full((4, 2), float(axis.rank))], **changes}).wait()[0]
@@ -253,10 +253,10 @@ def _pull(axis: weft.Axis) -> Call:
 
 def _push(axis: weft.Axis) -> Call:
     def call(**changes: Any) -> Any:
-        exchange = weft.RowExchange(torch.tensor([axis.rank, 4]), 12, group=axis)
+        exchange = weft.RowExchange(torch.arange(6), 12, group=axis)
         exchange.start_ids()
         exchange.wait_ids()
-        return exchange.merge(exchange.push(**{"grads": [torch.ones(2, 2)], **changes}).wait())[0][1]
+        return exchange.merge(exchange.push(**{"grads": [torch.ones(6, 2)], **changes}).wait())[0][1]
 
     return call
 
@@ -364,7 +364,15 @@ def _head_strides(axis: weft.Axis) -> Call:
     return lambda **changes: weft.head_strides(**{"kv_heads": 8, "stride": 4, "first": 1, **changes})
 
 
-OF_THE_OPTIMIZER = ("self", "params", "group", "data_group", "on_nonfinite", "bucket_bytes", "clip")  # not of its groups
+OF_THE_OPTIMIZER = (
+    "self",
+    "params",
+    "group",
+    "data_group",
+    "on_nonfinite",
+    "bucket_bytes",
+    "clip",
+)  # not of its groups
 
 SUBJECTS = {
     "attention": Subject(_attention, weft.attention),

@@ -166,5 +166,7 @@ def test_exactly_one_of_both_lengths_the_same_on_all_ranks() -> None:
         ] * 3  # fmt: skip
     words = errors_of(lambda axis: weft.sequence(total=13 if axis.rank == 1 else 12, group=axis))
     assert len(words) == 3 and len(set(words)) == 1 and "rank 1 called sequence(total=13)" in words[0]
-    words = errors_of(lambda axis: weft.sequence(**({"local_length": 4} if axis.rank == 1 else {"total": 12}), group=axis))
+    words = errors_of(
+        lambda axis: weft.sequence(**({"local_length": 4} if axis.rank == 1 else {"total": 12}), group=axis)
+    )
     assert len(words) == 3 and len(set(words)) == 1 and "rank 1 called sequence(total=None)" in words[0]

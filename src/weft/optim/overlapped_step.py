@@ -116,7 +116,9 @@ class OverlappedStep(torch.optim.Optimizer):
         early = self._early is not None
         default = Orders.default(self._units, early)
         if orders is None:
-            scatter = read_order("scatter_order", () if self._given[0] is None else self._given[0], self._units, default.scatter)
+            scatter = read_order(
+                "scatter_order", () if self._given[0] is None else self._given[0], self._units, default.scatter
+            )
             work = read_order("work_order", () if self._given[1] is None else self._given[1], self._units, default.work)
             orders = Orders(scatter, work)
             if fault := find_scatter_fault(scatter, self._units, early):

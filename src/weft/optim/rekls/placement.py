@@ -91,7 +91,10 @@ def find_placements(
     options = _Options(
         tuple(f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters),
         tuple(str([dim for _, dim in cut]) for cut in cuts),
-        str({name: group[name] for name in sorted(group) if name not in ("params", "param_names", "lr")}),
+        # What is at fault may not even be shown.
+        ""
+        if fault
+        else str({name: group[name] for name in sorted(group) if name not in ("params", "param_names", "lr")}),
     )
 
     def merge(axis: Axis, told: list[tuple[int, ...]]) -> list[int]:
