@@ -44,6 +44,16 @@ def fault_of(error: Exception) -> Fault:
     return kind, str(error)
 
 
+def as_told(what: str, error: Exception, where: str) -> Exception:
+    """An error that came out of somebody else's code, as one that all ranks can raise: of the same kind if possible."""
+    kind = type(error) if type(error) in (ValueError, NotImplementedError) else TypeError
+    try:
+        words = ": " + str(error).splitlines()[0]
+    except Exception:  # it has no words, or cannot say them
+        words = ""
+    return kind(f"{what}: {type(error).__name__}{words}{where}")
+
+
 def error_of(fault: Fault) -> Exception:
     """The same error again, on another rank."""
     return _KINDS[fault[0]](fault[1])
@@ -55,7 +65,8 @@ class CallRecord:
 
     ``number`` counts the calls on ``counter`` (an axis, or one lane of it); ``signature`` are the shapes, dtypes
     and options as text. ``tag`` goes on the wire with every message of the call, so that messages of different
-    calls never meet. ``fault`` is the error this rank found in its arguments, if it could not make the call.
+    calls never meet. ``fault`` is the error this rank found in its arguments, if it could not make the call. ``told``:
+    how many integers the ranks tell at its beginning.
     """
 
     counter: str
@@ -64,6 +75,7 @@ class CallRecord:
     signature: tuple[tuple[str, str], ...]
     tag: int
     fault: Fault | None = None
+    told: int = 0
 
     def __str__(self) -> str:
         return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.signature)})"

@@ -232,7 +232,7 @@ def test_half_precision_is_as_good_as_one_process(method: str, dtype: torch.dtyp
 def test_gradients_are_no_aliases(method: str) -> None:
     def program(axis: weft.Axis) -> bool:
         q, k, v = (torch.randn(1, 3, 2, 4, requires_grad=True) for _ in range(3))
-        out = attention(q, k, v, method=method, group=axis)
+        out = attention(q, k, v, causal=False, method=method, group=axis)
         upstream = torch.ones_like(out)
         grads = torch.autograd.grad(out, (q, k, v), upstream)
         memories = {x.untyped_storage().data_ptr() for x in (q, k, v, out, upstream)}
@@ -297,7 +297,7 @@ def test_only_some_inputs_need_gradients() -> None:
     def program(axis: weft.Axis) -> float:
         q, k, v, grad = (slice_of(x, lengths, "contiguous", axis.rank) for x in problem(case)[0])
         v.requires_grad_()
-        (dv,) = torch.autograd.grad(attention(q, k, v, scale=0.7, method="gather", group=axis), v, grad)
+        (dv,) = torch.autograd.grad(attention(q, k, v, causal=False, scale=0.7, method="gather", group=axis), v, grad)
         return distance(dv, slice_of(problem(case)[1][4], lengths, "contiguous", axis.rank))
 
     assert max(virtual_world(2).run(program).results) < 1e-10

@@ -27,7 +27,7 @@ def received(size: int, *, gradient: bool = False, tokens: int = TOKENS, **optio
     def program(axis: weft.Axis) -> int:
         q, k, v = (torch.randn(1, tokens, HEADS, DIM, requires_grad=gradient) for _ in range(3))
         with weft.record() as ledger:
-            out = attention(q, k, v, group=axis, **options)
+            out = attention(q, k, v, group=axis, **{"causal": False, **options})
         before = ledger.bytes_received - 24 * (size - 1)
         if not gradient:
             return before
@@ -161,9 +161,9 @@ def step(size: int, machine: weft.Machine, *, backward: bool, **changes: object)
     def program(axis: weft.Axis) -> None:
         q, k, v = (torch.empty(1, 1024, 8, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
         options = Options(
-            q=(1, 8, 64), kv_heads=8, dtype=torch.bfloat16, causal=True, scale=1.0, window=(-1, -1), cu_seqlens=None,
-            layout="zigzag", lengths=None, method="gather", strides=None, backward_strides=None, backward=None,
-            grad_dtype=None, return_lse=False, gradients=(True,) * 3,
+            q=(1, 8, 64), kv_heads=8, dtype=torch.bfloat16, device="meta", causal=True, scale=1.0, window=(-1, -1),
+            cu_seqlens=None, layout="zigzag", lengths=None, method="gather", strides=None, backward_strides=None,
+            backward=None, grad_dtype=None, return_lse=False, gradients=(True,) * 3,
         )  # fmt: skip
         out, _ = Attention.apply(q, k, v, replace(options, **changes), axis, None)
         if backward:
@@ -202,7 +202,9 @@ def test_buffers_are_pooled() -> None:
 
     def program(axis: weft.Axis, strides: tuple[int, ...]) -> None:
         q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
-        attention(q, k, v, method="gather", strides=strides, backward_strides=strides, group=axis).sum().backward()
+        attention(
+            q, k, v, causal=False, method="gather", strides=strides, backward_strides=strides, group=axis
+        ).sum().backward()
 
     original = KVExchange.room
     try:

@@ -32,7 +32,11 @@ Q = torch.randn(1, 6, 6, 4)
         ({"v": torch.ones(1, 6, 3, 4)}, ValueError, "must have one shape"),
         ({"q": torch.ones(1, 6, 4, 4)}, ValueError, "4 heads are not a multiple of 6 key/value heads"),
         ({"q": torch.ones(1, 6, 0, 4)}, ValueError, "only S may be zero"),
-        ({"window": (1, 2, 3)}, ValueError, r"window must be \(left, right\), -1 for no limit, got \(1, 2, 3\)"),
+        (
+            {"window": (1, 2, 3)},
+            ValueError,
+            r"window must be two integers \(left, right\), -1 for no limit, got \(1, 2, 3\)",
+        ),
         ({"window": (-2, 0)}, ValueError, "window must be"),
         ({"cu_seqlens": torch.tensor([0, 3, 5])}, ValueError, r"cu_seqlens end at 5, but the ranks hold \[6\]"),
         ({"cu_seqlens": torch.tensor([1, 6])}, ValueError, "integers that rise from 0"),
@@ -55,13 +59,40 @@ Q = torch.randn(1, 6, 6, 4)
 )
 def test_wrong_arguments_are_told(changes, kind, words) -> None:
     with pytest.raises(kind, match=words):
-        attention(**{"q": Q, "k": Q, "v": Q, **changes})
+        attention(**{"q": Q, "k": Q, "v": Q, "causal": False, **changes})
+
+
+@pytest.mark.usefixtures("network")
+def test_causal_must_be_said() -> None:
+    q = Q.detach()
+    caught = errors_of(lambda axis: attention(q, q, q, **({} if axis.rank == 0 else {"causal": True}), group=axis))
+    assert caught == [
+        "attention: say causal=True (a token sees itself and those before it) or causal=False (it sees all) (rank 0)"
+    ] * 3  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"causal": 1}, "causal must be True or False, got 1"),
+        ({"return_lse": 3}, "return_lse must be True or False, got 3"),
+        ({"scale": "a"}, r"scale must be a number, got 'a' \(str\)"),
+        ({"scale": True}, r"scale must be a number, got True \(bool\)"),
+        ({"sequence": 4}, r"sequence must be what weft\.sequence\(\.\.\.\) returns, got int"),
+        ({"cu_seqlens": "a"}, "cu_seqlens must be integers, got 'a'"),
+        ({"cu_seqlens": [0, True]}, None),
+    ],
+)
+def test_wrong_kinds_are_told_by_name(changes, words) -> None:
+    with pytest.raises(TypeError if words else ValueError, match=words):
+        attention(**{"q": Q, "k": Q, "v": Q, "causal": False, **changes})
 
 
 def test_packed_sequences_need_a_batch_of_one() -> None:
     q = torch.randn(2, 6, 2, 4)
     with pytest.raises(ValueError, match="need a batch of 1, got 2"):
-        attention(q, q, q, cu_seqlens=torch.tensor([0, 6]))
+        attention(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 6]))
 
 
 @pytest.mark.usefixtures("network")
@@ -82,7 +113,15 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
     def program(axis: weft.Axis) -> None:
         plain = Q.detach()
         attention(
-            **{"q": plain, "k": plain, "v": plain, "method": "gather", **(odd if axis.rank == 1 else {})}, group=axis
+            **{
+                "q": plain,
+                "k": plain,
+                "v": plain,
+                "causal": False,
+                "method": "gather",
+                **(odd if axis.rank == 1 else {}),
+            },
+            group=axis,
         )
 
     caught = errors_of(program)
@@ -92,7 +131,7 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
 @pytest.mark.usefixtures("network")
 def test_ulysses_names_the_methods_that_work() -> None:
     q = Q.detach()
-    caught = errors_of(lambda axis: attention(q, q, q, method="ulysses", group=axis), size=4)
+    caught = errors_of(lambda axis: attention(q, q, q, causal=True, method="ulysses", group=axis), size=4)
     assert len(caught) == 4
     assert all("4 ranks do not divide 6 heads and 6 key/value heads" in words for words in caught)
     assert all("; gather and ring take any number" in words for words in caught)
@@ -101,7 +140,7 @@ def test_ulysses_names_the_methods_that_work() -> None:
 @pytest.mark.usefixtures("network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     q = Q.detach()
-    caught = errors_of(lambda axis: attention(q, q, q, cu_seqlens=torch.tensor([0, 17]), group=axis))
+    caught = errors_of(lambda axis: attention(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 17]), group=axis))
     assert len(caught) == 3 and all("end at 17, but the ranks hold [6, 6, 6], 18 tokens" in words for words in caught)
 
 

@@ -98,7 +98,7 @@ def catch_together(axis: weft.Axis, operation: str) -> tuple[str, float]:
     def call(bad: bool) -> torch.Tensor:
         if operation == "exclusive_scan":
             return weft.exclusive_scan(torch.ones(2, 2), method="bush" if bad else "ring", group=group)
-        return weft.attention(q, q, q, strides=(2, 2) if bad else None, method="gather", group=group)
+        return weft.attention(q, q, q, causal=False, strides=(2, 2) if bad else None, method="gather", group=group)
 
     call(False)
     words = ""
@@ -165,7 +165,7 @@ def fault_on_one(axis: weft.Axis, operation: str, calls: int) -> list[tuple[str,
             if operation == "linear_attention":
                 weft.linear_attention(q, q, q, odd.get("g"), group=group)
             elif operation == "attention":
-                weft.attention(q, q, q, group=group, **odd)
+                weft.attention(q, q, q, causal=False, group=group, **odd)
             elif operation == "unshard":
                 weft.unshard(q, odd.get("dim", 1), group=group)
             else:
@@ -190,7 +190,7 @@ def test_one_ranks_fault_is_the_same_error_everywhere_at_every_call(pool: Proces
 def test_alone_the_same_fault_is_the_same_error() -> None:
     q = torch.ones(1, 4, 2, 2)
     with pytest.raises(TypeError, match=r"grad_dtype must be fp32, fp64, bf16 or fp16, got torch.int8 \(rank 0\)"):
-        weft.attention(q, q, q, grad_dtype=torch.int8)
+        weft.attention(q, q, q, causal=False, grad_dtype=torch.int8)
 
 
 def differ_in_options(axis: weft.Axis) -> list[str]:
@@ -222,7 +222,7 @@ def die(axis: weft.Axis, victim: int, operation: str, path: str) -> None:
 
     def call() -> None:
         if operation == "attention":
-            weft.attention(q, q, q, group=group)
+            weft.attention(q, q, q, causal=False, group=group)
         else:
             weft.exclusive_scan(torch.ones(2, 3), group=group, method=operation)
 

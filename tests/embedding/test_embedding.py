@@ -236,7 +236,7 @@ def test_an_id_out_of_range_is_named_on_every_rank(bad: int, size: int) -> None:
 
 def test_wrong_ids_and_options_are_refused() -> None:
     table = weft.ShardedEmbedding(10, 2)
-    with pytest.raises(TypeError, match="ids must be int32 or int64, got float32"):
+    with pytest.raises(TypeError, match=r"ids must be a tensor of int32 or int64, got torch\.float32"):
         table(torch.ones(3))
     for words, options in (
         ("ownership 'odd' is not one of strided, contiguous", {"ownership": "odd"}),

@@ -29,7 +29,7 @@ V = torch.randn(1, 6, 4, 3)
         ({"cu_seqlens": torch.tensor([0, 3, 5])}, ValueError, r"cu_seqlens end at 5, but the ranks hold \[6\]"),
         ({"cu_seqlens": torch.tensor([1, 6])}, ValueError, "integers that rise from 0"),
         ({"cu_seqlens": torch.tensor([0, 4, 3, 6])}, ValueError, "integers that rise from 0"),
-        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, ValueError, "integers that rise from 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens must be integers"),
         ({"layout": "stripes"}, ValueError, "layout 'stripes' is not one of"),
         ({"method": "bush"}, ValueError, "method 'bush' is not one of auto, ring"),
         ({"chunk_size": 48}, ValueError, "chunk_size must be a power of two, got 48"),

@@ -231,7 +231,7 @@ REFUSED = [
     ({"work_order": ["RowAdam.0", "RowAdam.0"]}, ValueError, "work_order names 'RowAdam.0' twice"),
     ({"scatter_order": ["REKLS", "RowAdam"]}, ValueError, r"scatter_order has RowAdam\.0 between others, but"),
     ({"clip": 0.0}, ValueError, "clip must be > 0, got 0.0"),
-    ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be > 0, got 0"),
+    ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be at least 1, got 0"),
     ({"on_nonfinite": "go on"}, ValueError, "on_nonfinite 'go on' is not one of raise, skip"),
 ]  # fmt: skip
 

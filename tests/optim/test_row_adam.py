@@ -279,7 +279,7 @@ def test_what_cannot_be_right_is_refused() -> None:
     table = table_of()
     for words, options in (
         ("mode 'eager' is not one of exact, lazy, auto", {"mode": "eager"}),
-        ("lr, eps and weight_decay must not be negative, got -1.0", {"lr": -1.0}),
+        ("lr, eps and weight_decay must be finite and not negative, got -1.0", {"lr": -1.0}),
         (r"betas must be in \[0, 1\), got \(1.0, 0.9\)", {"betas": (1.0, 0.9)}),
         ("lr \\* weight_decay must be below 1, got 2.0 \\* 0.5", {"lr": 2.0, "weight_decay": 0.5}),
     ):

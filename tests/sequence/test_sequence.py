@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -107,11 +108,15 @@ def test_shard_and_unshard_follow_its_lengths(layout: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ({"length": -1}, ValueError, "length must not be negative, got -1"),
-        ({"length": 2.5}, TypeError, "length must be an integer, got float"),
-        ({"length": 4, "layout": "stripes"}, ValueError, "layout 'stripes' is not one of contiguous, zigzag"),
-        ({"length": 4, "cu_seqlens": [0, 3, 2, 4]}, ValueError, "cu_seqlens must be integers that rise from 0"),
-        ({"length": 4, "cu_seqlens": [0, 5]}, ValueError, r"cu_seqlens end at 5, but the ranks hold \[4\], 4 tokens"),
+        ({"local_length": -1}, ValueError, "local_length must not be negative, got -1"),
+        ({"local_length": 2.5}, TypeError, r"local_length must be an integer, got 2.5 \(float\)"),
+        ({"local_length": 4, "layout": "stripes"}, ValueError, "layout 'stripes' is not one of contiguous, zigzag"),
+        ({"local_length": 4, "cu_seqlens": [0, 3, 2, 4]}, ValueError, "cu_seqlens must be integers that rise from 0"),
+        (
+            {"local_length": 4, "cu_seqlens": [0, 5]},
+            ValueError,
+            r"cu_seqlens end at 5, but the ranks hold \[4\], 4 tokens",
+        ),
     ],
 )
 def test_wrong_arguments_are_told(arguments, kind, words) -> None:
@@ -121,7 +126,7 @@ def test_wrong_arguments_are_told(arguments, kind, words) -> None:
 
 def test_what_it_holds_is_not_given_again() -> None:
     q, sequence = torch.ones(1, 4, 2, 2), weft.sequence(4)
-    for attend in (weft.attention, weft.linear_attention):
+    for attend in (partial(weft.attention, causal=True), weft.linear_attention):
         for name, value in (("layout", "contiguous"), ("cu_seqlens", torch.tensor([0, 4])), ("group", sequence.axis)):
             with pytest.raises(ValueError, match=f"{name} is part of sequence; leave it out"):
                 attend(q, q, q, sequence=sequence, **{name: value})
@@ -134,6 +139,34 @@ def test_what_it_holds_is_not_given_again() -> None:
 @pytest.mark.usefixtures("network")
 def test_a_fault_of_one_rank_is_told_on_all() -> None:
     words = errors_of(lambda axis: weft.sequence(-2 if axis.rank == 1 else 4, group=axis))
-    assert words == ["sequence: length must not be negative, got -2 (rank 1)"] * 3
+    assert words == ["sequence: local_length must not be negative, got -2 (rank 1)"] * 3
     words = errors_of(lambda axis: weft.sequence(4, layout="zigzag" if axis.rank == 2 else None, group=axis))
     assert len(set(words)) == 1 and "rank 2 called sequence(layout=zigzag)" in words[0]
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("total", [0, 1, 14, 24])
+def test_a_total_gives_the_lengths_of_shard(layout: str, total: int) -> None:
+    def program(axis: weft.Axis) -> bool:
+        mine = weft.shard(torch.arange(total), 0, layout=layout, group=axis)
+        by_total = weft.sequence(total=total, layout=layout, group=axis)
+        by_length = weft.sequence(len(mine), layout=layout, group=axis)
+        return (by_total.length, by_total.total, by_total.lengths) == (len(mine), total, by_length.lengths)
+
+    assert all(virtual_world(5).run(program).results)
+
+
+@pytest.mark.usefixtures("network")
+def test_exactly_one_of_both_lengths_the_same_on_all_ranks() -> None:
+    for odd in ({}, {"local_length": 4, "total": 12}):
+        words = errors_of(lambda axis: weft.sequence(**(odd if axis.rank == 1 else {"total": 12}), group=axis))  # noqa: B023
+        assert words == [
+            "sequence: give local_length, the tokens of this rank, or total, those of all ranks, and not both (rank 1)"
+        ] * 3  # fmt: skip
+    words = errors_of(lambda axis: weft.sequence(total=13 if axis.rank == 1 else 12, group=axis))
+    assert len(words) == 3 and len(set(words)) == 1 and "rank 1 called sequence(total=13)" in words[0]
+    words = errors_of(
+        lambda axis: weft.sequence(**({"local_length": 4} if axis.rank == 1 else {"total": 12}), group=axis)
+    )
+    assert len(words) == 3 and len(set(words)) == 1 and "rank 1 called sequence(total=None)" in words[0]

@@ -11,10 +11,23 @@ from weft.attention.distributed import Attention
 from weft.attention.methods import METHODS
 from weft.attention.options import Options
 from weft.attention.strides import find_strides_fault
+from weft.comm import Axis
+from weft.comm.arguments import (
+    find_choice_fault,
+    find_flag_fault,
+    find_integer_fault,
+    find_number_fault,
+    find_tensor_fault,
+    read,
+    show,
+    the_choice,
+)
 from weft.comm.eager import eager
 from weft.sequence import Sequence
-from weft.sequence.sequence import read_sequence
+from weft.sequence.sequence import axis_of, read_sequence
 from weft.sequence.tokens import DTYPES, find_token_fault, local_length
+
+_KINDS = "a tensor of fp32, fp64, bf16 or fp16"
 
 
 @overload
@@ -23,7 +36,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
+    causal: bool | None = ...,
     scale: float | None = ...,
     window: tuple[int, int] | None = ...,
     cu_seqlens: Tensor | None = ...,
@@ -45,7 +58,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
+    causal: bool | None = ...,
     scale: float | None = ...,
     window: tuple[int, int] | None = ...,
     cu_seqlens: Tensor | None = ...,
@@ -67,7 +80,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
+    causal: bool | None = None,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
@@ -83,7 +96,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over a sequence that lies on the ranks of ``group``: out, or (out, lse).
 
-    Exactly as on one device: out = softmax(scale * q k^T) v over the keys a query sees.
+    Exactly as on one device: out = softmax(scale * q k^T) v over the keys a query sees. ``causal`` must be said: with
+    True a token sees itself and those before it, with False it sees all. (`weft.linear_attention` is always causal.)
 
     | tensor       | shape                                    | on this rank                                  |
     |--------------|------------------------------------------|-----------------------------------------------|
@@ -115,39 +129,85 @@ def attention(
     >>> attention(q, kv, kv, causal=True).shape
     torch.Size([1, 10, 4, 8])
     """
-    length = local_length(q)
-    axis, layout, bounds, fault = read_sequence("attention", length, layout, cu_seqlens, group, sequence)
-    fault = (
-        fault
-        or find_token_fault(
-            "attention", axis.rank, bounds, "S", "a tensor of fp32, fp64, bf16 or fp16", q=q, k=k, v=v
+    axis = axis_of("attention", group, sequence)
+    options = read(
+        "attention", axis.rank, lambda: _read_options(
+            axis, q, k, v, causal, scale, window, cu_seqlens, layout, method, strides, backward_strides, backward,
+            grad_dtype, return_lse, sequence, group,
         )
-        or _find_shape_fault(axis.rank, q, k, v)
-        or _find_window_fault(axis.rank, window)
-        or _find_method_fault(axis.rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
     )  # fmt: skip
+    if isinstance(options, Exception):
+        axis.refuse("attention", options, tell=None if isinstance(sequence, Sequence) else 1)
+    out, lse = Attention.apply(q, k, v, options, axis, sequence)
+    return (out, lse) if return_lse else out
+
+
+def _read_options(
+    axis: Axis,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | None,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    cu_seqlens: Any,
+    layout: str | None,
+    method: str,
+    strides: tuple[int, ...] | None,
+    backward_strides: tuple[int, ...] | None,
+    backward: str | None,
+    grad_dtype: torch.dtype | None,
+    return_lse: bool,
+    sequence: Sequence | None,
+    group: Any,
+) -> Options | Exception:
+    """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
+    name, rank = "attention", axis.rank
+    if fault := find_tensor_fault(name, "q", q, rank, DTYPES, _KINDS):
+        return fault
+    where = read_sequence(name, rank, local_length(q), layout, cu_seqlens, group, sequence)
+    if isinstance(where, Exception):
+        return where
+    layout, bounds = where
+    fault = (
+        find_token_fault(name, rank, bounds, "S", _KINDS, q=q, k=k, v=v)
+        or _find_shape_fault(rank, q, k, v)
+        or _find_causal_fault(rank, causal)
+        or (None if scale is None else find_number_fault(name, "scale", scale, rank))
+        or _find_window_fault(rank, window)
+        or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
+        or find_flag_fault(name, "return_lse", return_lse, rank)
+    )
     if fault is not None:
-        axis.begin("attention", tell=None if sequence else (0,), fault=fault)
-    options = Options(
+        return fault
+    return Options(
         q=(q.shape[0], *q.shape[2:]),
         kv_heads=k.shape[2],
         dtype=q.dtype,
+        device=q.device.type,
         causal=bool(causal),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
         cu_seqlens=bounds,
         layout=layout,
         lengths=None if sequence is None else sequence.lengths,
-        method=method,
-        strides=None if strides is None else tuple(strides),
-        backward_strides=None if backward_strides is None else tuple(backward_strides),
-        backward=backward,
+        method=the_choice(method, ("auto", *METHODS)),
+        strides=None if strides is None else tuple(int(stride) for stride in strides),
+        backward_strides=None if backward_strides is None else tuple(int(stride) for stride in backward_strides),
+        backward=None if backward is None else "ring",
         grad_dtype=grad_dtype,
-        return_lse=bool(return_lse),
+        return_lse=return_lse,
         gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
     )
-    out, lse = Attention.apply(q, k, v, options, axis, sequence)
-    return (out, lse) if return_lse else out
+
+
+def _find_causal_fault(rank: int, causal: object) -> Exception | None:
+    if causal is None:
+        return ValueError(
+            f"attention: say causal=True (a token sees itself and those before it) or causal=False (it sees all) "
+            f"(rank {rank})"
+        )
+    return find_flag_fault("attention", "causal", causal, rank)
 
 
 def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
@@ -170,13 +230,13 @@ def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception |
 
 
 def _find_window_fault(rank: int, window: object) -> Exception | None:
-    if window is None or (
-        isinstance(window, tuple | list)
-        and len(window) == 2
-        and all(isinstance(side, int) and side >= -1 for side in window)
-    ):
+    if window is None:
         return None
-    return ValueError(f"attention: window must be (left, right), -1 for no limit, got {window!r} (rank {rank})")
+    sides = window if isinstance(window, tuple | list) and len(window) == 2 else [None]
+    if all(find_integer_fault("attention", "window", side, rank, least=-1) is None for side in sides):
+        return None
+    words = "must be two integers (left, right), -1 for no limit"
+    return ValueError(f"attention: window {words}, got {show(window)} (rank {rank})")
 
 
 def _find_method_fault(
@@ -191,17 +251,20 @@ def _find_method_fault(
     grad_dtype: torch.dtype | None,
 ) -> Exception | None:
     where, kv_heads = f"(rank {rank})", k.shape[2]
-    if method != "auto" and method not in METHODS:
-        return ValueError(f"attention: method {method!r} is not one of auto, {', '.join(METHODS)} {where}")
+    if fault := find_choice_fault("attention", "method", method, rank, ("auto", *METHODS)):
+        return fault
     if method != "auto" and METHODS[method].divides_heads and (q.shape[2] % size or kv_heads % size):
         others = " and ".join(name for name, one in METHODS.items() if not one.divides_heads)
         return ValueError(
             f"attention: {method} needs a number of ranks that divides the heads, but {size} ranks do not divide "
             f"{q.shape[2]} heads and {kv_heads} key/value heads {where}; {others} take any number"
         )
-    if backward not in (None, "ring") or (backward == "ring" and method not in ("auto", "gather", "ring")):
+    if backward is not None and (
+        find_choice_fault("attention", "backward", backward, rank, ("ring",))
+        or method not in ("auto", "gather", "ring")
+    ):
         return ValueError(
-            f"attention: backward {backward!r} does not go with method {method!r} {where}; it is None (as the "
+            f"attention: backward {show(backward)} does not go with method {method!r} {where}; it is None (as the "
             f"forward) or 'ring' after a 'gather'"
         )
     for name, given in (("strides", strides), ("backward_strides", backward_strides)):
@@ -213,6 +276,6 @@ def _find_method_fault(
             )
         if fault := find_strides_fault(name, kv_heads, given, rank):
             return fault
-    if grad_dtype is not None and grad_dtype not in DTYPES:
-        return TypeError(f"attention: grad_dtype must be fp32, fp64, bf16 or fp16, got {grad_dtype} {where}")
+    if grad_dtype is not None and not (isinstance(grad_dtype, torch.dtype) and grad_dtype in DTYPES):
+        return TypeError(f"attention: grad_dtype must be fp32, fp64, bf16 or fp16, got {show(grad_dtype)} {where}")
     return None

@@ -18,6 +18,7 @@ class Options:
     q: tuple[int, ...]
     kv_heads: int
     dtype: torch.dtype
+    device: str  # its type
     causal: bool
     scale: float
     window: tuple[int, int]

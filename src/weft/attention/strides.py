@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from weft.comm.arguments import find_integer_fault, show
+
+_MOST_HEADS = 1 << 16
+
 
 def head_strides(kv_heads: int, stride: int, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
     """Steps of ``stride`` heads with a small first and a small last step: (first, stride - first, stride, ...,
@@ -12,6 +16,13 @@ def head_strides(kv_heads: int, stride: int, first: int | None = None, last: int
     >>> head_strides(6, 2)
     (2, 2, 2)
     """
+    for name, value in (("kv_heads", kv_heads), ("stride", stride), ("first", first), ("last", last)):
+        if name in ("first", "last") and value is None:
+            continue
+        if fault := find_integer_fault("head_strides", name, value, None):
+            raise fault
+    if kv_heads > _MOST_HEADS:
+        raise ValueError(f"head_strides: {kv_heads} key/value heads are more than {_MOST_HEADS}")
     if kv_heads < 1 or stride < 1 or kv_heads % stride:
         raise ValueError(
             f"head_strides: {kv_heads} key/value heads are not a multiple of a stride of {stride}; "
@@ -53,8 +64,11 @@ def choose_strides(kv_heads: int, size: int) -> tuple[int, ...]:
 
 def find_strides_fault(name: str, kv_heads: int, strides: object, rank: int) -> Exception | None:
     """The error for a pattern that does not cover the heads."""
-    if not isinstance(strides, tuple | list) or not all(isinstance(s, int) and s > 0 for s in strides):
-        return ValueError(f"attention: {name} must be a tuple of positive integers, got {strides!r} (rank {rank})")
+    if not isinstance(strides, tuple | list) or any(
+        find_integer_fault("attention", name, stride, rank, least=1) for stride in strides
+    ):
+        words = f"must be a tuple of positive integers, got {show(strides)}"
+        return ValueError(f"attention: {name} {words} (rank {rank})")
     if sum(strides) != kv_heads:
         return ValueError(
             f"attention: {kv_heads} key/value heads cannot be split into {name} {tuple(strides)} (rank {rank}); "

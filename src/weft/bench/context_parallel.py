@@ -61,8 +61,9 @@ def options_for(
     """The options of a baseline: causal, the same strides both ways; one document, or those of ``sequence``."""
     bounds, lengths = (None, None) if sequence is None else (sequence.bounds, sequence.lengths)
     return Options(
-        q=(q.shape[0], *q.shape[2:]), kv_heads=k.shape[2], dtype=q.dtype, causal=True, scale=q.shape[-1] ** -0.5,
-        window=(-1, -1), cu_seqlens=bounds, layout=layout, lengths=lengths, method="gather", strides=strides,
+        q=(q.shape[0], *q.shape[2:]), kv_heads=k.shape[2], dtype=q.dtype, device=q.device.type, causal=True,
+        scale=q.shape[-1] ** -0.5, window=(-1, -1), cu_seqlens=bounds, layout=layout, lengths=lengths, method="gather",
+        strides=strides,
         backward_strides=strides, backward=None, grad_dtype=None, return_lse=False, gradients=(True,) * 3,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -111,7 +111,8 @@ class Axis:
         - Without it nothing is sent. Messages carry the signature in their tag, so a rank that differs gets no answer,
           and whoever waits too long finds out why.
         """
-        record = self.counter.next_record(operation, options, fault, of)
+        told = len(tell or ()) + (len(tell_each[0]) if tell_each else 0)
+        record = self.counter.next_record(operation, options, fault, told, of)
         call = Call(self.wire, self.members, self.rank, self.counter, record)
         if self.size == 1:
             if fault is not None:
@@ -131,6 +132,24 @@ class Axis:
         if fault is not None:
             raise fault
         return call
+
+    def refuse(self, operation: str, fault: Exception, *, tell: int | None = None, tell_each: int = 0) -> NoReturn:
+        """Begin a call with a fault of this rank, which is raised here and on all ranks.
+
+        ``tell`` and ``tell_each``: how many integers the others tell, if they do. Where that is not known and wrong,
+        they wait until they find out why, as in calls without ``tell``.
+        """
+        blank = None if tell is None else [0] * tell
+        self.begin(operation, tell=blank, tell_each=[[0] * tell_each] * self.size if tell_each else None, fault=fault)
+        raise AssertionError("a call with a fault does not begin")
+
+    def leave_word(self, operation: str, fault: Exception) -> None:
+        """Leave a fault of something that sends nothing where ranks that wait for this one will find it.
+
+        Nobody is waited for, and no call is counted: it is forgotten when this rank makes its next call.
+        """
+        if self.size > 1:
+            self.wire.refuse(self.counter.refused_record(operation, fault))
 
     # Messages outside any operation, for programs and tests.
 

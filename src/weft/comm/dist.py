@@ -26,12 +26,15 @@ _generations: dict[str, int] = {}  # how often a group of this name has been see
 
 
 def axis_of(group: Any) -> Axis:
-    """The axis of a ProcessGroup, a 1-D DeviceMesh or None (WORLD, or a world of one). Always the same one."""
+    """The axis of a ProcessGroup, a 1-D DeviceMesh or None (WORLD, or a world of one). Always the same one.
+
+    What is wrong with a group is raised on this rank alone: without a group there is nobody to tell.
+    """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"Axis.of: the mesh has {group.ndim} dimensions {group.mesh_dim_names or tuple(group.shape)}; "
-                f"pass one of them, for example mesh['sequence']"
+                f"pass one of them, for example mesh['sequence'] (raised on this rank alone)"
             )
         group = group.get_group()
     if group is None:
@@ -39,10 +42,14 @@ def axis_of(group: Any) -> Axis:
             return Axis.over(SoloWire())
         group = dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("Axis.of: this rank is not a member of the group; call it on the group's ranks only")
+        raise ValueError(
+            "Axis.of: this rank is not a member of the group; call it on the group's ranks only (raised on this rank "
+            "alone)"
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"Axis.of: group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got {type(group).__name__}"
+            f"Axis.of: group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got {type(group).__name__} "
+            f"(raised on this rank alone)"
         )
     if group not in _axes:
         _axes[group] = Axis.over(DistWire(group), name=f"group {group.group_name}")

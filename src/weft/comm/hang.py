@@ -63,6 +63,7 @@ class HangDetector:
     def announce(self, record: CallRecord) -> None:
         """This rank makes a call."""
         self._history.append(record)
+        self._refused.discard((record.counter, record.number))
         if self._refusal_stands:  # it goes on: what it could not do before is no reason any more
             self._refusal_stands = False
             self._store.delete_key(f"refusal/{self._rank}")
@@ -215,22 +216,22 @@ class HangDetector:
                 for record in _load(records):
                     heard.setdefault((record.counter, record.number), {})[rank] = record
         for call in sorted(stuck.keys() & heard.keys()):
-            operations = {record.operation for record in heard[call].values()}
-            # Ranks that agree first, or tell in one operation, find out by themselves when the last one comes.
-            resolves = stuck[call] <= {"agree"} or (stuck[call] <= {"agree", "tell"} and len(operations) == 1)
+            rounds = {(record.operation, record.told) for record in heard[call].values()}
+            # Ranks that agree first, or tell in the same round, find out by themselves when the last one comes.
+            resolves = stuck[call] <= {"agree"} or (stuck[call] <= {"agree", "tell"} and len(rounds) == 1)
             if not resolves and (diagnosis := diagnose(heard[call], self._size)):
                 return diagnosis
         return None
 
 
 def _dump(records: list[CallRecord]) -> str:
-    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault] for r in records])
+    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault, r.told] for r in records])
 
 
 def _load(text: bytes | str) -> list[CallRecord]:
     return [
-        CallRecord(counter, number, operation, tuple((k, v) for k, v in signature), tag, fault and tuple(fault))
-        for counter, number, operation, signature, tag, fault in json.loads(text)
+        CallRecord(counter, number, operation, tuple((k, v) for k, v in signature), tag, fault and tuple(fault), told)
+        for counter, number, operation, signature, tag, fault, told in json.loads(text)
     ]
 
 

@@ -52,7 +52,10 @@ def _share(call: Call, mine: Tensor, purpose: str, apart: Tensor | None = None) 
 
     ``apart`` ``[P, m]`` holds what each rank alone hears; with it the result is ``[P, n + m]``.
     """
-    tag = mix(zlib.crc32(f"{call.counter.name} {call.record.operation} {purpose}".encode()), call.record.number)
+    # Ranks that tell more or fewer integers must not meet: a message of another length breaks a connection.
+    widths = f"{len(mine)}+{0 if apart is None else apart.shape[1]}"
+    words = f"{call.counter.name} {call.record.operation} {purpose} {widths}"
+    tag = mix(zlib.crc32(words.encode()), call.record.number)
     if call.size <= FAN_OUT:
         everything = mine.expand(call.size, -1)
         return _fan_out(call, tag, everything if apart is None else torch.cat([everything, apart], 1))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call, Pending
+from weft.comm.arguments import find_tensor_fault, read, show, the_choice
 from weft.comm.parcel import exchange_parcels
 from weft.embedding.compact import segment_sum
 from weft.embedding.ids import IdSet, find_ids_fault
-from weft.embedding.ownership import Ownership, find_ownership_fault
+from weft.embedding.ownership import KINDS, Ownership, find_ownership_fault
 from weft.embedding.spare import SpareMemory
 
 # From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: nothing is left to pick.
@@ -71,15 +72,18 @@ class RowExchange:
         ownership: str = "strided",
         group: Any = None,
     ) -> None:
-        sets = [ids] if isinstance(ids, Tensor) else list(ids)
-        sizes = [num_embeddings] * len(sets) if isinstance(num_embeddings, int) else list(num_embeddings)
-        self._open("rows", sets, sizes, ownership, Axis.of(group), _Options(tuple(sizes), ownership))
+        axis = Axis.of(group)
+        made = read("rows", axis.rank, lambda: _read(ids, num_embeddings, ownership, axis.rank))
+        if isinstance(made, Exception):
+            sets = len(ids) if isinstance(ids, tuple | list) else 1
+            axis.refuse("rows", made, tell=sets, tell_each=sets)
+        self._open("rows", *made[:2], made[2].ownership, axis, made[2])
 
     @classmethod
     def of(
         cls, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
     ) -> RowExchange:
-        """For an operation with a name and options of its own, among them sizes and ownership."""
+        """For an operation with a name and options of its own, among them sizes and ownership; its ids are right."""
         exchange = cls.__new__(cls)
         exchange._open(operation, ids, sizes, ownership, axis, options)
         return exchange
@@ -87,23 +91,11 @@ class RowExchange:
     def _open(
         self, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
     ) -> None:
-        fault = find_ids_fault(operation, ids, sizes, axis.rank) or find_ownership_fault(
-            operation, ownership, axis.rank
-        )
         self.axis, self._operation = axis, operation
-        self._sets = (
-            [] if fault else [IdSet(one, Ownership(ownership, n, axis.size)) for one, n in zip(ids, sizes, strict=True)]
-        )
+        self._sets = [IdSet(one, Ownership(ownership, n, axis.size)) for one, n in zip(ids, sizes, strict=True)]
         counts = [[one.bounds[rank + 1] - one.bounds[rank] for one in self._sets] for rank in range(axis.size)]
         totals = [len(one.needed.unique) for one in self._sets]
-        blank = [0] * len(ids)
-        self.call: Call = axis.begin(
-            operation,
-            None if fault else options,
-            tell=totals or blank,
-            tell_each=counts if totals else [blank] * axis.size,
-            fault=fault,
-        )
+        self.call: Call = axis.begin(operation, options, tell=totals, tell_each=counts)
         self._coming: Pending[None] | None = None
         self.dense_pull = False
 
@@ -162,7 +154,7 @@ class RowExchange:
         ``wait()`` gives, for each set, the needed rows ``[U, d]``, in the order of `inverse`; where a set has a list of
         tables, a list.
         """
-        tables = [_as_list(one) for one in shards]
+        tables = self._read("pull", shards)
         call = self._begin("pull", tables, [one.ownership.count(self.axis.rank) for one in self._sets])
         self.wait_ids()
         rank = self.axis.rank
@@ -191,7 +183,7 @@ class RowExchange:
 
         They travel in their dtype. ``wait()`` gives what the ranks say about this rank's rows, for `merge`.
         """
-        tables = [_as_list(one) for one in grads]
+        tables = self._read("push", grads)
         call = self._begin("push", tables, [len(one.needed.unique) for one in self._sets])
         self.wait_ids()
         rank = self.axis.rank
@@ -231,16 +223,19 @@ class RowExchange:
     def _zip(self, tables: Sequence[list[Tensor]]) -> list[tuple[IdSet, list[Tensor]]]:
         return list(zip(self._sets, tables, strict=True))
 
+    def _read(self, direction: str, given: Shards) -> list[list[Tensor]]:
+        """For each set of ids its tables."""
+        operation = f"{self._operation}.{direction}"
+        tables = read(operation, self.axis.rank, lambda: [_as_list(one) for one in given])
+        if isinstance(tables, Exception):
+            self.axis.refuse(operation, tables)
+        return tables
+
     def _begin(self, direction: str, tables: Sequence[list[Tensor]], rows: list[int]) -> Call:
-        operation, shapes = f"{self._operation}.{direction}", [[list(x.shape) for x in xs] for xs in tables]
-        if len(tables) != len(rows) or any(
-            len(shape) != 2 or shape[0] != count for count, of_set in zip(rows, shapes, strict=True) for shape in of_set
-        ):
-            fault = ValueError(
-                f"{operation}: tables of shapes {shapes} for sets of ids with {rows} rows here (rank "
-                f"{self.axis.rank}); pass [rows, width] for each set, or a list of such"
-            )
-            self.axis.begin(operation, fault=fault)
+        operation, rank = f"{self._operation}.{direction}", self.axis.rank
+        fault = read(operation, rank, lambda: _find_tables_fault(operation, tables, rows, rank))
+        if fault is not None:
+            self.axis.refuse(operation, fault)
         kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
         return self.axis.begin(operation, _TableOptions(kinds), of=self.call.number)
 
@@ -262,6 +257,43 @@ class RowExchange:
                     torch.index_select(shard, 0, one.places[part], out=out[part])
 
         return Pending(finish)
+
+
+def _read(
+    ids: Any, num_embeddings: Any, ownership: Any, rank: int
+) -> tuple[list[Tensor], list[int], _Options] | Exception:
+    """(sets of ids, sizes of their tables, what ranks must have in common), or what is wrong."""
+    if isinstance(ids, Tensor):
+        sets = [ids]
+    elif isinstance(ids, tuple | list) and ids and all(isinstance(one, Tensor) for one in ids):
+        sets = list(ids)
+    else:
+        words = "ids must be a tensor of int32 or int64, or a list of such"
+        return TypeError(f"rows: {words}, got {show(ids)} (rank {rank})")
+    sizes = list(num_embeddings) if isinstance(num_embeddings, tuple | list) else [num_embeddings] * len(sets)
+    fault = find_ids_fault("rows", sets, sizes, rank) or find_ownership_fault("rows", ownership, rank)
+    if fault is not None:
+        return fault
+    sizes = [int(size) for size in sizes]
+    return sets, sizes, _Options(tuple(sizes), the_choice(ownership, KINDS))
+
+
+def _find_tables_fault(
+    operation: str, tables: Sequence[Sequence[Any]], rows: Sequence[int], rank: int
+) -> Exception | None:
+    """What is wrong with tables that must have so many rows."""
+    for table in (table for of_set in tables for table in of_set):
+        if fault := find_tensor_fault(operation, "a table", table, rank, None, "a dense tensor"):
+            return fault
+    shapes = [[list(table.shape) for table in of_set] for of_set in tables]
+    if len(tables) == len(rows) and all(
+        len(shape) == 2 and shape[0] == count for count, of_set in zip(rows, shapes, strict=True) for shape in of_set
+    ):
+        return None
+    return ValueError(
+        f"{operation}: tables of shapes {shapes} for sets of ids with {list(rows)} rows here (rank {rank}); pass "
+        f"[rows, width] for each set, or a list of such"
+    )
 
 
 def _as_list(given: Any) -> list[Tensor]:

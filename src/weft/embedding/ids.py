@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.comm.arguments import find_integer_fault, find_tensor_fault
 from weft.embedding.compact import Compact, compact
 from weft.embedding.ownership import Ownership
+
+_DTYPES = (torch.int32, torch.int64)
 
 
 class IdSet:
@@ -47,14 +51,17 @@ class IdSet:
         return self._merged
 
 
-def find_ids_fault(operation: str, ids: Sequence[Tensor], sizes: Sequence[int], rank: int) -> Exception | None:
+def find_ids_fault(operation: str, ids: Sequence[Any], sizes: Sequence[Any], rank: int) -> Exception | None:
     """What is wrong with one rank's ids."""
     if len(ids) != len(sizes):
         return ValueError(f"{operation}: {len(ids)} sets of ids, but {len(sizes)} table sizes (rank {rank})")
     for one, rows in zip(ids, sizes, strict=True):
-        if one.dtype not in (torch.int32, torch.int64):
-            kind = str(one.dtype).removeprefix("torch.")
-            return TypeError(f"{operation}: ids must be int32 or int64, got {kind} (rank {rank})")
+        if fault := find_integer_fault(operation, "num_embeddings", rows, rank, least=1):
+            return fault
+        if fault := find_tensor_fault(operation, "ids", one, rank, _DTYPES, "a tensor of int32 or int64"):
+            return fault
+        if one.is_meta:
+            return ValueError(f"{operation}: ids are on the meta device and have no values (rank {rank})")
         if not one.numel():
             continue
         low, high = (int(bound) for bound in one.aminmax())

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from weft.comm.arguments import find_choice_fault
+
 KINDS = ("strided", "contiguous")
 
 
@@ -54,8 +56,6 @@ class Ownership:
         return slots % self.stride * self.size + slots // self.stride if self.kind == "strided" else slots
 
 
-def find_ownership_fault(operation: str, kind: object, rank: int) -> ValueError | None:
+def find_ownership_fault(operation: str, kind: object, rank: int) -> Exception | None:
     """The error for an ownership nobody knows."""
-    if kind in KINDS:
-        return None
-    return ValueError(f"{operation}: ownership {kind!r} is not one of {', '.join(KINDS)} (rank {rank})")
+    return find_choice_fault(operation, "ownership", kind, rank, KINDS)

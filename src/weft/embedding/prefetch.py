@@ -64,10 +64,10 @@ class Prefetch:
             self._came[one.owned_by(at)] = marks
             self._rows[one.owned_by(at)][marks] = rows
 
-    def settle(self, wanted: bool) -> tuple[Tensor | None, bool]:
+    def settle(self, wanted: bool, fault: Exception | None = None) -> tuple[Tensor | None, bool]:
         """(the rows ``[U, d]``, True) if every rank wants them now. (None, False) if nobody does: they are kept.
 
-        If only some do, (None, True): they are dropped everywhere.
+        If only some do, (None, True): they are dropped everywhere. A ``fault`` of one rank is raised on all of them.
         """
         self._lane.wait()
         one, table, axis = self.exchange[0], self._table, self._table.axis
@@ -76,7 +76,7 @@ class Prefetch:
             again = again & table.changed_since(one.asked, self._version)
         counts = [[0 if self.exchange.dense_pull else int(again[one.asked_by(to)].sum())] for to in range(axis.size)]
         options = _Options(self._rows.shape[1], self._rows.dtype)
-        call = axis.begin("embedding.settle", options, tell=(int(wanted),), tell_each=counts)
+        call = axis.begin("embedding.settle", options, tell=(int(wanted),), tell_each=counts, fault=fault)
         told = call.told.wait()
         if not all(row[0] for row in told):
             return None, any(row[0] for row in told)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis
+from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, read
 from weft.comm.eager import eager
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.embedding.exchange import RowExchange
 from weft.embedding.gather import all_rows
+from weft.embedding.ids import find_ids_fault
 from weft.embedding.lookup import Lookup, WholeTable
 from weft.embedding.ownership import Ownership, find_ownership_fault
 from weft.embedding.prefetch import Prefetch
@@ -76,13 +78,16 @@ class ShardedEmbedding(nn.Module):
         super().__init__()
         axis, name = Axis.of(group), type(self).__name__
         where = f"(rank {axis.rank})"
-        for word, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-            if value < 1:
-                raise ValueError(f"{name}: {word} must be at least 1, got {value} {where}")
-        if fault := find_ownership_fault(name, ownership, axis.rank):
+        fault = (  # nothing is sent here, so it is this rank's alone
+            find_integer_fault(name, "num_embeddings", num_embeddings, axis.rank, least=1)
+            or find_integer_fault(name, "embedding_dim", embedding_dim, axis.rank, least=1)
+            or find_ownership_fault(name, ownership, axis.rank)
+            or find_choice_fault(name, "reduce", reduce, axis.rank, REDUCTIONS)
+            or find_flag_fault(name, "replicate", replicate, axis.rank)
+            or (None if padding_idx is None else find_integer_fault(name, "padding_idx", padding_idx, axis.rank))
+        )
+        if fault is not None:
             raise fault
-        if reduce not in REDUCTIONS:
-            raise ValueError(f"{name}: reduce {reduce!r} is not one of {', '.join(REDUCTIONS)} {where}")
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"{name}: padding_idx {padding_idx} is not a row of {num_embeddings} {where}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -159,9 +164,13 @@ class ShardedEmbedding(nn.Module):
     @eager
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of ``ids``, ``[*ids.shape, embedding_dim]``."""
+        return self._look_up(ids, self._find_fault(ids))
+
+    def _look_up(self, ids: Tensor, fault: Exception | None) -> Tensor:
+        """The rows of ``ids``; or the ``fault`` of this rank's arguments, on all ranks."""
         gradient = self.weight.requires_grad and torch.is_grad_enabled()
         with torch.no_grad():
-            exchange, rows = self._fetch(ids, gradient)
+            exchange, rows = self._fetch(ids, gradient, fault)
             if self.replicate:
                 with self.table.writing():
                     self.weight.detach()[self.ownership.ids_at(exchange[0].needed.unique)] = rows
@@ -180,10 +189,12 @@ class ShardedEmbedding(nn.Module):
         right: see docs/rows.md.
         """
         gradient = self.weight.requires_grad and torch.is_grad_enabled()
+        fault = self._find_fault(ids)
         with torch.no_grad():
-            if self._prefetch is not None:
-                self._prefetch.settle(False)
-            self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient))
+            early, self._prefetch = self._prefetch, None  # one that fails is dropped
+            if early is not None:
+                early.settle(False, fault)
+            self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient, fault))
 
     def full_weight(self) -> Tensor:
         """The whole table ``[N, d]`` on every rank, for a tied output head; all ranks must ask.
@@ -204,20 +215,27 @@ class ShardedEmbedding(nn.Module):
         with self.table.writing():
             self.weight.copy_(whole)
 
-    def _open(self, ids: Tensor, gradient: bool) -> RowExchange:
+    def _find_fault(self, ids: Any) -> Exception | None:
+        rank = self.axis.rank
+        return read("embedding", rank, lambda: find_ids_fault("embedding", [ids], [self.num_embeddings], rank))
+
+    def _open(self, ids: Tensor, gradient: bool, fault: Exception | None) -> RowExchange:
+        if fault is not None:
+            self.axis.refuse("embedding", fault, tell=1, tell_each=1)
         kind = self.ownership.kind
         options = _Options(self.num_embeddings, self.embedding_dim, kind, self.weight.dtype, gradient)
         sets, sizes = [ids.to(self.weight.device)], [self.num_embeddings]
         return RowExchange.of("embedding", sets, sizes, kind, self.axis, options)
 
-    def _fetch(self, ids: Tensor, gradient: bool) -> tuple[RowExchange, Tensor]:
-        if (early := self._prefetch) is not None:
-            rows, used = early.settle(torch.equal(early.ids, ids))
-            if used:
-                self._prefetch = None
+    def _fetch(self, ids: Tensor, gradient: bool, fault: Exception | None) -> tuple[RowExchange, Tensor]:
+        early, self._prefetch = self._prefetch, None  # one that fails is dropped
+        if early is not None:
+            rows, used = early.settle(fault is None and torch.equal(early.ids, ids), fault)
+            if not used:
+                self._prefetch = early
             if rows is not None:
                 return early.exchange, rows
-        exchange = self._open(ids, gradient)
+        exchange = self._open(ids, gradient, fault)
         exchange.wait_ids()
         (rows,) = exchange.pull([self.table.current(exchange[0].merged.unique)]).wait()
         return exchange, rows

@@ -30,6 +30,7 @@ class Options:
     v: tuple[int, ...]
     g: tuple[int, ...] | None
     dtype: torch.dtype
+    device: str  # its type
     scale: float
     initial_state: tuple[int, ...] | None
     output_final_state: bool

@@ -7,15 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.arguments import (
+    find_choice_fault,
+    find_flag_fault,
+    find_integer_fault,
+    find_number_fault,
+    find_tensor_fault,
+    read,
+    the_choice,
+)
 from weft.comm.eager import eager
 from weft.comm.kept import tensors_are_real
 from weft.linear_attention.backend import CHOICES, choose_backend, find_triton_fault
 from weft.linear_attention.distributed import LinearAttention, Options
 from weft.scan import METHODS
 from weft.sequence import Sequence
-from weft.sequence.sequence import Bounds, read_sequence
-from weft.sequence.tokens import find_token_fault, local_length
+from weft.sequence.sequence import Bounds, axis_of, read_sequence
+from weft.sequence.tokens import DTYPES, find_token_fault, local_length
 
+_KINDS = "a floating tensor"
 CHUNK_SIZE = 64  # what was fastest in `weft bench linear-attention` on a CPU
 
 
@@ -39,7 +49,8 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with decay over a sequence that lies on the ranks of ``group``: (o, final state or None).
 
-    S_t = exp(g_t) S_{t-1} + k_t^T v_t ;  o_t = scale * q_t S_t, exactly as on one device.
+    S_t = exp(g_t) S_{t-1} + k_t^T v_t ;  o_t = scale * q_t S_t, exactly as on one device. It is always causal: a token
+    sees itself and those before it.
 
     | tensor          | shape                                       | on this rank                               |
     |-----------------|---------------------------------------------|--------------------------------------------|
@@ -66,30 +77,71 @@ def linear_attention(
     >>> o.shape, state.shape
     (torch.Size([1, 10, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    length = local_length(q)
-    axis, layout, bounds, fault = read_sequence("linear_attention", length, layout, cu_seqlens, group, sequence)
-    fault = fault or _find_fault(axis.rank, q, k, v, g, initial_state, bounds, method, chunk_size, backend)
+    axis = axis_of("linear_attention", group, sequence)
+    options = read(
+        "linear_attention", axis.rank, lambda: _read_options(
+            axis.rank, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, layout, method, chunk_size,
+            backend, sequence, group,
+        )
+    )  # fmt: skip
+    if isinstance(options, Exception):
+        axis.refuse("linear_attention", options, tell=None if isinstance(sequence, Sequence) else 1)
+    kernels = choose_backend(backend, q, v, g, options.chunk_size)
+    o, final = LinearAttention.apply(q, k, v, g, initial_state, options, axis, sequence, kernels)
+    return o, final
+
+
+def _read_options(
+    rank: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Any,
+    layout: str | None,
+    method: str,
+    chunk_size: int | None,
+    backend: str,
+    sequence: Sequence | None,
+    group: Any,
+) -> Options | Exception:
+    """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
+    name = "linear_attention"
+    if fault := find_tensor_fault(name, "q", q, rank, DTYPES, _KINDS):
+        return fault
+    where = read_sequence(name, rank, local_length(q), layout, cu_seqlens, group, sequence)
+    if isinstance(where, Exception):
+        return where
+    layout, bounds = where
+    fault = (
+        _find_fault(rank, q, k, v, g, initial_state, bounds)
+        or (None if scale is None else find_number_fault(name, "scale", scale, rank))
+        or find_flag_fault(name, "output_final_state", output_final_state, rank)
+        or _find_method_fault(rank, q, v, g, method, chunk_size, backend)
+    )
     if fault is not None:
-        axis.begin("linear_attention", tell=None if sequence else (0,), fault=fault)
-    tensors = (q, k, v, g, initial_state)
-    options = Options(
+        return fault
+    return Options(
         q=(q.shape[0], *q.shape[2:]),
         v=(v.shape[0], *v.shape[2:]),
         g=None if g is None else tuple(g.shape) if g.ndim == 1 else (g.shape[0], *g.shape[2:]),
         dtype=q.dtype,
+        device=q.device.type,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         initial_state=None if initial_state is None else tuple(initial_state.shape),
-        output_final_state=bool(output_final_state),
+        output_final_state=output_final_state,
         cu_seqlens=bounds,
         layout=layout,
         lengths=None if sequence is None else sequence.lengths,
-        method=method,
-        chunk_size=chunk_size or CHUNK_SIZE,
-        gradients=tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors),
+        method=the_choice(method, ("auto", *METHODS)),
+        chunk_size=CHUNK_SIZE if chunk_size is None else int(chunk_size),
+        gradients=tuple(
+            torch.is_grad_enabled() and t is not None and t.requires_grad for t in (q, k, v, g, initial_state)
+        ),
     )
-    kernels = choose_backend(backend, q, v, g, options.chunk_size)
-    o, final = LinearAttention.apply(*tensors, options, axis, sequence, kernels)
-    return o, final
 
 
 def _find_fault(
@@ -100,18 +152,14 @@ def _find_fault(
     g: Tensor | None,
     initial_state: Tensor | None,
     bounds: Bounds | None,
-    method: str,
-    chunk_size: int | None,
-    backend: str,
 ) -> Exception | None:
-    """The first thing wrong with this rank's arguments."""
+    """The first thing wrong with this rank's tensors."""
     name, where = "linear_attention", f"(rank {rank})"
-    if fault := find_token_fault(name, rank, bounds, "T", "a floating tensor", q=q, k=k, v=v):
+    if fault := find_token_fault(name, rank, bounds, "T", _KINDS, q=q, k=k, v=v):
         return fault
     for label, tensor in (("g", g), ("initial_state", initial_state)):
-        if tensor is not None and (not isinstance(tensor, Tensor) or not tensor.is_floating_point()):
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            return TypeError(f"{name}: {label} must be a floating tensor, got {kind} {where}")
+        if tensor is not None and (fault := find_tensor_fault(name, label, tensor, rank, DTYPES, _KINDS)):
+            return fault
         if tensor is not None and tensor.device != q.device:
             return ValueError(f"{name}: {label} is on {tensor.device}, q on {q.device} {where}")
     if k.shape != q.shape:
@@ -132,12 +180,23 @@ def _find_fault(
     if initial_state is not None and tuple(initial_state.shape) != wanted_state:
         shown = list(initial_state.shape)
         return ValueError(f"{name}: initial_state must be {list(wanted_state)}, got {shown} {where}")
-    if method != "auto" and method not in METHODS:
-        return ValueError(f"{name}: method {method!r} is not one of auto, {', '.join(METHODS)} {where}")
-    if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
-        return ValueError(f"{name}: chunk_size must be a power of two, got {chunk_size} {where}")
-    if backend not in CHOICES:
-        return ValueError(f"{name}: backend {backend!r} is not one of {', '.join(CHOICES)} {where}")
+    return None
+
+
+def _find_method_fault(
+    rank: int, q: Tensor, v: Tensor, g: Tensor | None, method: str, chunk_size: int | None, backend: str
+) -> Exception | None:
+    """What is wrong with how it is to be computed."""
+    name, where = "linear_attention", f"(rank {rank})"
+    if fault := find_choice_fault(name, "method", method, rank, ("auto", *METHODS)):
+        return fault
+    if chunk_size is not None:
+        if fault := find_integer_fault(name, "chunk_size", chunk_size, rank):
+            return fault
+        if chunk_size < 1 or chunk_size & (chunk_size - 1):
+            return ValueError(f"{name}: chunk_size must be a power of two, got {chunk_size} {where}")
+    if fault := find_choice_fault(name, "backend", backend, rank, CHOICES):
+        return fault
     if backend == "triton" and (reason := find_triton_fault(q, v, g, chunk_size or CHUNK_SIZE)):
         return ValueError(f"{name}: backend 'triton' {reason} {where}; backend='torch' takes it")
     return None

@@ -6,15 +6,19 @@ import gc
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.comm.dtensor import is_dtensor
 from weft.embedding import RowTable
+from weft.optim.group_faults import find_kind_fault
 
 
 def find_group_fault(group: dict[str, Any]) -> Exception | None:
     """What is wrong with the numbers of a parameter group, if anything."""
+    if fault := find_kind_fault("ShardedAdamW", group, "eps", "weight_decay"):
+        return fault
     lr, (b1, b2) = float(group["lr"]), group["betas"]
     if not all(0 <= value < float("inf") for value in (lr, group["eps"], group["weight_decay"])):
         return ValueError(
@@ -38,6 +42,8 @@ def find_parameter_fault(number: int, parameter: Tensor, rank: int) -> Exception
             f"ShardedAdamW: parameter {number} is the table of a weft.ShardedEmbedding; step it with weft.RowAdam "
             f"(rank {rank})"
         )
+    if parameter.layout != torch.strided:
+        return TypeError(f"ShardedAdamW: parameter {number} is {parameter.layout}, not dense (rank {rank})")
     if not parameter.is_floating_point():
         return TypeError(f"ShardedAdamW: parameter {number} is {parameter.dtype}, not floating point (rank {rank})")
     return None

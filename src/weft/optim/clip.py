@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
 from weft.comm.dtensor import is_dtensor, whole_of
 from weft.embedding import RowTable
 
@@ -18,6 +20,7 @@ from weft.embedding import RowTable
 class _Options:
     """What the ranks must have in common."""
 
+    max_norm: float
     norm_type: float
     tables: int
 
@@ -40,13 +43,25 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([x], 1.0)
     tensor(6.)
     """
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    name, rank = "clip_grad_norm_", Axis.of(None).rank
+    listed = read(name, rank, lambda: _list(parameters, rank))
+    if isinstance(listed, Exception):  # whose ranks wait is not known: those of WORLD are told
+        Axis.of(None).leave_word(name, listed)
+        raise listed
     tables = [table for table in (getattr(one, "row_table", None) for one in listed) if isinstance(table, RowTable)]
+    if fault := _find_fault(max_norm, norm_type, error_if_nonfinite, rank):
+        axes = [axis for axis, _ in _by_axis(tables)]
+        for axis in axes[1:]:
+            axis.leave_word(name, fault)
+        if not axes:  # nothing is sent
+            raise fault
+        axes[0].refuse(name, fault)
+    max_norm, norm_type = float(max_norm), float(norm_type)
     weights = {id(table.weight) for table in tables}
     plain = [one.grad for one in listed if id(one) not in weights and one.grad is not None]
     kinds = [[grad for grad in plain if is_dtensor(grad) == sharded] for sharded in (False, True)]
     norms = [whole_of(torch.nn.utils.get_total_norm(some, norm_type)) for some in kinds if some]
-    norms += [_norm_over_ranks(axis, some, norm_type) for axis, some in _by_axis(tables)]
+    norms += [_norm_over_ranks(axis, some, norm_type, max_norm) for axis, some in _by_axis(tables)]
     if not norms:
         return torch.tensor(0.0)
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
@@ -62,6 +77,24 @@ def clip_grad_norm_(
     return total
 
 
+def _list(parameters: Any, rank: int) -> list[Tensor] | Exception:
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for number, one in enumerate(listed):
+        if not isinstance(one, Tensor):
+            words = f"parameter {number} must be a tensor, got {kind_of(one)}"
+            return TypeError(f"clip_grad_norm_: {words} (rank {rank})")
+    return listed
+
+
+def _find_fault(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, rank: int) -> Exception | None:
+    name = "clip_grad_norm_"
+    return (
+        find_number_fault(name, "max_norm", max_norm, rank, allow="infinite", tensor=True)
+        or find_number_fault(name, "norm_type", norm_type, rank, allow="infinite")
+        or find_flag_fault(name, "error_if_nonfinite", error_if_nonfinite, rank)
+    )
+
+
 def _by_axis(tables: list[RowTable]) -> list[tuple[Axis, list[RowTable]]]:
     """Tables of the same ranks together."""
     groups: dict[str, tuple[Axis, list[RowTable]]] = {}
@@ -70,7 +103,7 @@ def _by_axis(tables: list[RowTable]) -> list[tuple[Axis, list[RowTable]]]:
     return list(groups.values())
 
 
-def _norm_over_ranks(axis: Axis, tables: list[RowTable], norm_type: float) -> Tensor:
+def _norm_over_ranks(axis: Axis, tables: list[RowTable], norm_type: float, max_norm: float) -> Tensor:
     """The norm of all ranks' rows, in fp64: everybody's part, combined in rank order."""
     parts = [torch.zeros((), dtype=torch.float64, device=tables[0].weight.device)]
     for table in tables:
@@ -78,5 +111,5 @@ def _norm_over_ranks(axis: Axis, tables: list[RowTable], norm_type: float) -> Te
         if found is not None:
             parts.append(torch.linalg.vector_norm(found[1], norm_type, dtype=torch.float64))
     mine = torch.linalg.vector_norm(torch.stack(parts), norm_type).view(1)
-    call = axis.begin("clip_grad_norm_", _Options(norm_type, len(tables)))
+    call = axis.begin("clip_grad_norm_", _Options(max_norm, norm_type, len(tables)))
     return torch.linalg.vector_norm(torch.cat(call.all_gather(mine).wait()), norm_type).to(tables[0].wide)

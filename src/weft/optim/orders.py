@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.comm.arguments import show
 from weft.optim.part import StepPart
 from weft.optim.step_run import Unit
 
@@ -64,6 +65,8 @@ def _sort(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
 
 def read_order(word: str, given: Sequence[str], units: Sequence[Unit], default: Sequence[str]) -> tuple[str, ...]:
     """An order that names parts or units, with the others behind them in the order of ``default``."""
+    if not isinstance(given, tuple | list) or not all(type(name) is str for name in given):
+        raise TypeError(f"OverlappedStep: {word} must be a list of names, got {show(given)}")
     found: list[str] = []
     for name in given:
         meant = [unit.name for unit in units if name in (unit.name, unit.name.rpartition(".")[0])]

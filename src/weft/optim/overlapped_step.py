@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import read
 from weft.optim.early_gradients import EarlyGradients
 from weft.optim.explain import Explanation
 from weft.optim.joined_state import join_states, read_orders, split_state
@@ -66,7 +67,17 @@ class OverlappedStep(torch.optim.Optimizer):
         overlap_backward: bool = False,
         on_nonfinite: str = "raise",
     ) -> None:
-        check_parts(parts, clip, bucket_bytes, on_nonfinite)
+        try:
+            self._set_up(parts, scatter_order, work_order, bucket_bytes, clip, overlap_backward, on_nonfinite)
+        except Exception as error:
+            self._leave_word(parts, error)
+            raise
+
+    def _set_up(
+        self, parts: Sequence[StepPart], scatter_order: Sequence[str] | None, work_order: Sequence[str] | None,
+        bucket_bytes: int | None, clip: float | None, overlap_backward: bool, on_nonfinite: str,
+    ) -> None:  # fmt: skip
+        check_parts(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
         self.parts = name_parts(parts)
         self._given = scatter_order, work_order
         self._clip, self._on_nonfinite = clip, on_nonfinite
@@ -85,6 +96,13 @@ class OverlappedStep(torch.optim.Optimizer):
         self._early = EarlyGradients(self._make_run) if overlap_backward else None
         self._arrange(None)
 
+    @staticmethod
+    def _leave_word(parts: Any, error: Exception) -> None:
+        """For ranks that go on: making buckets anew, or the next step, they wait for this one."""
+        known = read("OverlappedStep", None, lambda: union_of_axes([one for one in parts if isinstance(one, StepPart)]))
+        for axis in () if isinstance(known, Exception) else known:
+            axis.leave_word("OverlappedStep", error)
+
     # Orders.
 
     @property
@@ -98,8 +116,10 @@ class OverlappedStep(torch.optim.Optimizer):
         early = self._early is not None
         default = Orders.default(self._units, early)
         if orders is None:
-            scatter = read_order("scatter_order", self._given[0] or (), self._units, default.scatter)
-            work = read_order("work_order", self._given[1] or (), self._units, default.work)
+            scatter = read_order(
+                "scatter_order", () if self._given[0] is None else self._given[0], self._units, default.scatter
+            )
+            work = read_order("work_order", () if self._given[1] is None else self._given[1], self._units, default.work)
             orders = Orders(scatter, work)
             if fault := find_scatter_fault(scatter, self._units, early):
                 raise fault
@@ -113,7 +133,8 @@ class OverlappedStep(torch.optim.Optimizer):
             self._early.arm(self._orders.sort_scatter(self._units), expected)
 
     def _make_run(self, rehearsal: bool = False) -> StepRun:
-        return StepRun("OverlappedStep", self.parts, StepRecord(self._clock(), self._rank), rehearsal)
+        record = StepRecord(self._clock(), self._rank)
+        return StepRun("OverlappedStep", self.parts, record, rehearsal, (self._clip, self._on_nonfinite))
 
     def _clock(self) -> Callable[[], float]:
         return self._axes[0].wire.clock if self._axes else time.perf_counter

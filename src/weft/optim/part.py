@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import read
 from weft.comm.dtensor import local_of
 from weft.comm.ledger import Event
+from weft.optim.group_faults import find_option_fault
 from weft.optim.step_run import StepRun, Unit
 
 logger = logging.getLogger(__name__)
-ON_NONFINITE = ("raise", "skip")
 _PARTS = "the parts of a step are start(), work() and finish()"
 
 
@@ -75,10 +76,8 @@ class StepPart(torch.optim.Optimizer):
 
     def _set_up(self, on_nonfinite: str, clip: float | None = None) -> None:
         name = type(self).__name__
-        if on_nonfinite not in ON_NONFINITE:
-            raise ValueError(f"{name}: on_nonfinite {on_nonfinite!r} is not one of {', '.join(ON_NONFINITE)}")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"{name}: clip must be > 0, got {clip}")
+        if fault := find_option_fault(name, on_nonfinite, clip):
+            raise fault
         self._on_nonfinite, self._clip = on_nonfinite, clip
         self._run: StepRun | None = None  # the step under way
         self._next = "start"  # what may be called
@@ -114,8 +113,19 @@ class StepPart(torch.optim.Optimizer):
             for number, group in enumerate(self.param_groups)
             for at in range(len(group["params"]))
         ]
-        settings = tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups)
-        return Examined(parameters, names, [grad is not None for grad in grads], grads, settings)
+        settings, fault = self._read_settings(None)
+        return Examined(parameters, names, [grad is not None for grad in grads], grads, settings, fault)
+
+    def _read_settings(self, fault: Exception | None) -> tuple[object, Exception | None]:
+        """The options of all groups as text, and ``fault``, or what is wrong with them."""
+        if fault is not None:
+            return None, fault
+        axes = self.step_axes()
+        options = read(
+            type(self).__name__, axes[-1].rank if axes else 0,
+            lambda: tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups),
+        )  # fmt: skip
+        return (None, options) if isinstance(options, Exception) else (options, None)
 
     def begin(self, present: Collection[Tensor], tentative: bool) -> None:
         """A step begins, in which these parameters have gradients on every rank."""
@@ -180,7 +190,7 @@ class StepPart(torch.optim.Optimizer):
     def start(self) -> None:
         """Compare gradients over the ranks, then start them to their owners. Do not touch them until `finish`."""
         self._expect("start")
-        run = StepRun(type(self).__name__, {type(self).__name__: self})
+        run = StepRun(type(self).__name__, {type(self).__name__: self}, settings=(self._clip, self._on_nonfinite))
         run.start(self._units(), getattr(self, "found_inf", None))
         self._run, self._next = run, "work"
 

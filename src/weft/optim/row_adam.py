@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, ledger
+from weft.comm.arguments import find_choice_fault, read
 from weft.comm.ledger import Event
 from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.embedding.spare import SpareMemory
+from weft.optim.group_faults import first_group_fault
 from weft.optim.part import Examined, StepPart, call_closure
 from weft.optim.row_costs import RowCosts
-from weft.optim.row_faults import MODES, check_group
+from weft.optim.row_faults import MODES, find_group_fault
 from weft.optim.row_state import RowState
 from weft.optim.row_steps import AdamStep, step_dense, step_rows
 from weft.optim.row_update import RowUpdate
@@ -58,8 +60,8 @@ class RowAdam(StepPart):
         *,
         mode: str = "exact",
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"RowAdam: mode {mode!r} is not one of {', '.join(MODES)}")
+        if fault := find_choice_fault("RowAdam", "mode", mode, None, MODES):
+            raise fault
         self._rows: dict[Tensor, RowState] = {}
         self._updates: list[RowUpdate | None] = []  # of the step under way
         self._spare: dict[Tensor, list[SpareMemory]] = {}
@@ -70,11 +72,9 @@ class RowAdam(StepPart):
         """As torch's; every parameter must be the weight of a `ShardedEmbedding`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        try:
-            check_group(group)
-        except (ValueError, TypeError):
+        if fault := read("RowAdam", None, lambda: find_group_fault(group)):
             self.param_groups.pop()
-            raise
+            raise fault
         for weight in group["params"]:
             table: RowTable = weight.row_table
             shape = (table.ownership.count(table.axis.rank), weight.shape[1])
@@ -88,13 +88,19 @@ class RowAdam(StepPart):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every table that has a gradient."""
         loss = call_closure(closure)
-        for group in self.param_groups:
-            check_group(group)
+        if fault := self._find_fault():
+            for axis in self.step_axes():  # nothing is sent here: the others hear of it when they wait for this rank
+                axis.leave_word("RowAdam", fault)
+            raise fault
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.row_table.has_gradient:
                     self._step(group, weight)
         return loss
+
+    def _find_fault(self) -> Exception | None:
+        rank = next((rows.table.axis.rank for rows in self._rows.values()), 0)
+        return first_group_fault("RowAdam", self.param_groups, find_group_fault, rank)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are still under way are waited for first."""
@@ -158,15 +164,9 @@ class RowAdam(StepPart):
     def examine(self) -> Examined:
         """Which tables have gradients. Whether these are finite is known when they have arrived."""
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        fault: Exception | None = None
-        try:
-            for group in self.param_groups:
-                check_group(group)
-        except (ValueError, TypeError) as error:
-            fault = error
         names = [f"table {at} of group {number}" for number, group in enumerate(self.param_groups)
                  for at in range(len(group["params"]))]  # fmt: skip
-        settings = tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups)
+        settings, fault = self._read_settings(self._find_fault())
         present = [weight.row_table.has_gradient for weight in weights]
         return Examined(weights, names, present, [None] * len(weights), settings, fault)
 

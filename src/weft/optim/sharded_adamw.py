@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from weft.comm import Axis
+from weft.comm.arguments import at, find_integer_fault, read
+from weft.errors import as_told
 from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
+from weft.optim.group_faults import find_option_fault, first_group_fault
 from weft.optim.owners import Averaged, Held, Owners, Route, Travel
 from weft.optim.part import Examined, StepPart
 from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
 from weft.optim.sharded_state import load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets, flat_of, write_range
+
+_ADD = "ShardedAdamW.add_param_group"
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class _Options:
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    devices: tuple[str, ...]  # their types
     bucket_bytes: int
 
 
@@ -94,9 +100,10 @@ class ShardedAdamW(StepPart):
         clip: float | None = None,
         on_nonfinite: str = "raise",
     ) -> None:
-        if bucket_bytes < 1 or (clip is not None and not clip > 0):
-            raise ValueError(f"ShardedAdamW: bucket_bytes and clip must be > 0, got {bucket_bytes} and {clip}")
         self._axis, self._bucket_bytes = Axis.of(group), bucket_bytes
+        fault = find_integer_fault("ShardedAdamW", "bucket_bytes", bucket_bytes, self._axis.rank, least=1)
+        if fault := fault or find_option_fault("ShardedAdamW", on_nonfinite, clip, self._axis.rank):
+            self._axis.refuse(_ADD, fault, tell=0)
         self._owners = Owners([self._axis] if self._axis.size > 1 else [])
         self._buckets: list[list[_Piece]] = []
         self._ranges: dict[Tensor, list[Range]] = {}
@@ -105,33 +112,55 @@ class ShardedAdamW(StepPart):
         self._looked_for_wrappers = False
         self._waiting: list[Tensor] | None = []  # parameters of the constructor's groups, which share buckets
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, on_nonfinite, clip)
+        try:
+            super().__init__(params, defaults, on_nonfinite, clip)
+        except Exception as error:  # torch's words; all other ranks wait for this one
+            self._refuse(error)
         waiting, self._waiting = self._waiting, None
         self._place(waiting)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. All ranks must call it; the new parameters get buckets of their own."""
-        super().add_param_group(param_group)
-        parameters = self.param_groups[-1]["params"]
         if self._waiting is not None:
-            self._waiting += parameters
+            super().add_param_group(param_group)
+            self._waiting += self.param_groups[-1]["params"]
             return
+        try:
+            super().add_param_group(param_group)
+        except Exception as error:
+            self._refuse(error)
+        parameters = self.param_groups[-1]["params"]
         try:
             self._place(parameters)
         except Exception:
             self.param_groups.pop()
             raise
 
+    def _refuse(self, error: Exception) -> NoReturn:
+        rank = self._axis.rank
+        self._axis.refuse(_ADD, as_told("ShardedAdamW: the parameters cannot be taken", error, at(rank)), tell=0)
+
+    def _read_parameters(self, parameters: list[Tensor]) -> _Options | Exception:
+        rank = self._axis.rank
+        if fault := first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, rank):
+            return fault
+        for number, parameter in enumerate(parameters):
+            if fault := find_parameter_fault(number, parameter, rank):
+                return fault
+        return _Options(
+            tuple(tuple(parameter.shape) for parameter in parameters),
+            tuple(parameter.dtype for parameter in parameters),
+            tuple(parameter.device.type for parameter in parameters),
+            self._bucket_bytes,
+        )
+
     def _place(self, parameters: list[Tensor]) -> None:
         """Cut parameters into buckets and slices, and make the state of what this rank owns."""
-        fault = next((fault for fault in map(find_group_fault, self.param_groups) if fault), None)
-        for number, parameter in enumerate(parameters):
-            fault = fault or find_parameter_fault(number, parameter, self._axis.rank)
-        shapes = tuple(tuple(parameter.shape) for parameter in parameters)
-        dtypes = tuple(parameter.dtype for parameter in parameters)
-        options = _Options(shapes, dtypes, self._bucket_bytes)
-        self._axis.begin("ShardedAdamW.add_param_group", options, tell=[], fault=fault).told.wait()
+        options = read("ShardedAdamW", self._axis.rank, lambda: self._read_parameters(parameters))
+        if isinstance(options, Exception):
+            self._axis.refuse(_ADD, options, tell=0)
+        self._axis.begin(_ADD, options, tell=[]).told.wait()
         for group_number, group in enumerate(self.param_groups):
             for number, parameter in enumerate(group["params"]):
                 named = group["param_names"][number] if "param_names" in group else None
@@ -184,7 +213,9 @@ class ShardedAdamW(StepPart):
     def examine(self) -> Examined:
         """Which gradients are here, and whether somebody else averages them."""
         found = super().examine()
-        found.fault = next((fault for fault in map(find_group_fault, self.param_groups) if fault), None)
+        found.fault = (
+            first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, self._axis.rank) or found.fault
+        )
         if not self._looked_for_wrappers and self._axis.size > 1:
             self._looked_for_wrappers = True
             found.fault = found.fault or find_wrapper_fault(self._names, self._axis.rank)

@@ -97,6 +97,8 @@ class StepHistory:
         if not a.shape[1]:
             return a, q
         low, high = float(q.min()), float(q.max())
+        if low <= 0:  # b2 is 0, or so small that its powers are
+            return a, q
         if high <= low * self._spread and self._points < a.shape[1] and self.now % 16:
             return interpolate(a, q, low, high, self._points)
         whole = (a[hardest] / (_RATIOS[:, None] * q[hardest] + 1)).sum(1)

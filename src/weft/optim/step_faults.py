@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.optim.part import ON_NONFINITE, StepPart
+from weft.comm.arguments import find_flag_fault, find_integer_fault, show
+from weft.optim.group_faults import find_option_fault
+from weft.optim.part import StepPart
 
 
-def check_parts(parts: Sequence[StepPart], clip: float | None, bucket_bytes: int | None, on_nonfinite: str) -> None:
+def check_parts(
+    parts: Sequence[StepPart], clip: float | None, bucket_bytes: int | None, overlap_backward: bool, on_nonfinite: str
+) -> None:
     """What cannot be right, before anything is changed."""
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        raise TypeError(f"OverlappedStep: parts must be a list of weft.StepPart, got {show(parts)}")
     if not parts:
         raise ValueError("OverlappedStep: there are no parts")
     for part in parts:
@@ -22,9 +28,9 @@ def check_parts(parts: Sequence[StepPart], clip: float | None, bucket_bytes: int
                 f"OverlappedStep: {type(part).__name__} has clip= of its own, which would count its gradients alone; "
                 f"give clip= to OverlappedStep"
             )
-    if clip is not None and not clip > 0:
-        raise ValueError(f"OverlappedStep: clip must be > 0, got {clip}")
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ValueError(f"OverlappedStep: bucket_bytes must be > 0, got {bucket_bytes}")
-    if on_nonfinite not in ON_NONFINITE:
-        raise ValueError(f"OverlappedStep: on_nonfinite {on_nonfinite!r} is not one of {', '.join(ON_NONFINITE)}")
+    fault = find_option_fault("OverlappedStep", on_nonfinite, clip)
+    fault = fault or find_flag_fault("OverlappedStep", "overlap_backward", overlap_backward, None)
+    if bucket_bytes is not None:
+        fault = fault or find_integer_fault("OverlappedStep", "bucket_bytes", bucket_bytes, None, least=1)
+    if fault is not None:
+        raise fault

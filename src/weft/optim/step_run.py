@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import read
 from weft.optim.gradients import compare_gradients
 from weft.optim.step_norm import norm_of
 from weft.optim.step_record import StepRecord
@@ -78,9 +79,15 @@ class StepRun:
     """
 
     def __init__(
-        self, label: str, parts: Mapping[str, StepPart], record: StepRecord | None = None, rehearsal: bool = False
+        self,
+        label: str,
+        parts: Mapping[str, StepPart],
+        record: StepRecord | None = None,
+        rehearsal: bool = False,
+        settings: object = None,
     ) -> None:
-        """A ``rehearsal`` changes nothing, whatever comes out."""
+        """A ``rehearsal`` changes nothing, whatever comes out. ``settings``: of the step, the same on every rank."""
+        self._settings = settings
         self._label, self._parts, self._rehearsal = label, dict(parts), rehearsal
         self._axes = union_of_axes(list(parts.values()))
         self._tentative = rehearsal or any(part.fails_late for part in self._parts.values())
@@ -107,7 +114,7 @@ class StepRun:
     def compare(self, found_inf: Tensor | None = None, fault: Exception | None = None) -> list[Tensor]:
         """The parameters that have gradients, the same on every rank; or what is wrong is raised on all of them."""
         with self.record.examining():
-            joined = self._join([part.examine() for part in self._parts.values()], fault)
+            joined = self._join([self._examine(part) for part in self._parts.values()], fault)
         self._names = joined.names
         try:
             with self.record.telling():
@@ -120,6 +127,17 @@ class StepRun:
         self._stays = findings.found_inf or findings.nonfinite is not None
         self._reason = None if findings.found_inf else findings.nonfinite or self._reason
         return [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
+
+    def _examine(self, part: StepPart) -> Examined:
+        """What a part says; where it cannot say anything, that it cannot."""
+        from weft.optim.part import Examined
+
+        found = read(self._label, self._axes[-1].rank if self._axes else 0, part.examine)
+        if not isinstance(found, Exception):
+            return found
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        blank: list[Tensor | None] = [None] * len(parameters)
+        return Examined(parameters, [""] * len(blank), [False] * len(blank), blank, None, found)
 
     def start(self, scatter: Sequence[Unit], found_inf: Tensor | None = None) -> list[Tensor]:
         """Compare gradients, then start them in the order of ``scatter``; the parameters that have some."""
@@ -152,7 +170,7 @@ class StepRun:
         """What all parts say, as one; with several parts a parameter's name tells which it is in."""
         from weft.optim.part import Examined
 
-        joined = Examined([], [], [], [], tuple(one.settings for one in examined), fault)
+        joined = Examined([], [], [], [], (self._settings, *(one.settings for one in examined)), fault)
         for part, one in zip(self._parts, examined, strict=True):
             joined.parameters += one.parameters
             joined.names += one.names if len(examined) == 1 else [f"{name} ({part})" for name in one.names]

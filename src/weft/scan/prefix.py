@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import (
+    find_choice_fault,
+    find_flag_fault,
+    find_integer_fault,
+    find_tensor_fault,
+    read,
+    the_choice,
+)
 from weft.comm.eager import eager
 from weft.comm.function import RankFunction
 from weft.comm.path import Together
 from weft.scan.affine import Affine, Form
 from weft.scan.methods import METHODS, schedule
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @eager
@@ -49,8 +59,14 @@ def exclusive_scan(
     tensor(0.)
     """
     axis = Axis.of(group)
-    if fault := _find_fault(axis.rank, state, log_decay, transition, method, blocks):
-        axis.begin("exclusive_scan", fault=fault)
+    fault = read(
+        "exclusive_scan",
+        axis.rank,
+        lambda: _find_fault(axis.rank, state, log_decay, transition, method, reverse, blocks),
+    )
+    if fault is not None:
+        axis.refuse("exclusive_scan", fault)
+    method, blocks = the_choice(method, METHODS), None if blocks is None else int(blocks)
     return ExclusiveScan.apply(state, log_decay, transition, axis, method, blocks, reverse, None)
 
 
@@ -61,6 +77,7 @@ class Options:
     method: str
     state: torch.Size
     dtype: torch.dtype
+    device: str  # its type
     decay: torch.Size | None
     transition: bool
     reverse: bool
@@ -92,6 +109,7 @@ class ExclusiveScan(RankFunction):
             method,
             state.shape,
             state.dtype,
+            state.device.type,
             None if decay is None else decay.shape,
             transition is not None,
             reverse,
@@ -132,16 +150,23 @@ class ExclusiveScan(RankFunction):
 
 
 def _find_fault(
-    rank: int, state: Tensor, log_decay: Tensor | None, transition: Tensor | None, method: str, blocks: int | None
+    rank: int,
+    state: Tensor,
+    log_decay: Tensor | None,
+    transition: Tensor | None,
+    method: str,
+    reverse: bool,
+    blocks: int | None,
 ) -> Exception | None:
-    where = f"(rank {rank})"
-    for name, tensor in (("state", state), ("log_decay", log_decay), ("transition", transition)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            return TypeError(f"exclusive_scan: {name} must be a tensor, got {type(tensor).__name__} {where}")
-        if tensor is not None and not tensor.is_floating_point():
-            return TypeError(f"exclusive_scan: {name} must be of a floating dtype, got {tensor.dtype} {where}")
-        if tensor is not None and tensor.device != state.device:
-            return ValueError(f"exclusive_scan: {name} is on {tensor.device}, state on {state.device} {where}")
+    name, where = "exclusive_scan", f"(rank {rank})"
+    for label, tensor in (("state", state), ("log_decay", log_decay), ("transition", transition)):
+        if label != "state" and tensor is None:
+            continue
+        if fault := find_tensor_fault(name, label, tensor, rank, _DTYPES, "a floating tensor"):
+            return fault
+        assert tensor is not None
+        if tensor.device != state.device:
+            return ValueError(f"exclusive_scan: {label} is on {tensor.device}, state on {state.device} {where}")
     if state.ndim < 2:
         return ValueError(f"exclusive_scan: state must be [..., K, V], got {list(state.shape)} {where}")
     if log_decay is not None and transition is not None:
@@ -156,10 +181,14 @@ def _find_fault(
             f"exclusive_scan: transition must be {[*state.shape[:-1], state.shape[-2]]} for state "
             f"{list(state.shape)}, got {list(transition.shape)} {where}"
         )
-    if method not in METHODS:
-        return ValueError(f"exclusive_scan: method {method!r} is not one of {', '.join(METHODS)} {where}")
-    if blocks is not None and method != "pipeline":
+    if fault := find_choice_fault(name, "method", method, rank, METHODS) or find_flag_fault(
+        name, "reverse", reverse, rank
+    ):
+        return fault
+    if blocks is None:
+        return None
+    if fault := find_integer_fault(name, "blocks", blocks, rank, least=1):
+        return fault
+    if method != "pipeline":
         return ValueError(f"exclusive_scan: blocks={blocks} is for method 'pipeline' only, not {method!r} {where}")
-    if blocks is not None and blocks < 1:
-        return ValueError(f"exclusive_scan: blocks must be at least 1, got {blocks} {where}")
     return None

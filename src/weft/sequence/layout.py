@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from weft.comm.arguments import find_choice_fault
+
 LAYOUTS = ("contiguous", "zigzag")
 
 
@@ -25,11 +27,9 @@ class TokenRun:
     offset: int
 
 
-def find_layout_fault(operation: str, layout: object, rank: int) -> ValueError | None:
+def find_layout_fault(operation: str, layout: object, rank: int) -> Exception | None:
     """The error for a layout nobody knows."""
-    if layout in LAYOUTS:
-        return None
-    return ValueError(f"{operation}: layout {layout!r} is not one of {', '.join(LAYOUTS)} (rank {rank})")
+    return find_choice_fault(operation, "layout", layout, rank, LAYOUTS)
 
 
 def ranks_of_runs(layout: str, size: int) -> list[int]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call
+from weft.comm.arguments import find_integer_fault, read, show, the_choice
+from weft.comm.dtensor import is_dtensor
 from weft.comm.eager import eager
-from weft.sequence.layout import TokenRun, find_layout_fault, lay_out, shard_lengths
+from weft.sequence.layout import LAYOUTS, TokenRun, find_layout_fault, lay_out, shard_lengths
 
 Bounds = tuple[int, ...]  # of packed documents in the whole sequence: document n is bounds[n] : bounds[n+1]
 
@@ -59,28 +61,53 @@ class Sequence:
 
 
 @eager
-def sequence(length: int, *, layout: str | None = None, cu_seqlens: Any = None, group: Any = None) -> Sequence:
+def sequence(
+    local_length: int | None = None,
+    *,
+    total: int | None = None,
+    layout: str | None = None,
+    cu_seqlens: Any = None,
+    group: Any = None,
+) -> Sequence:
     """How a batch lies on the ranks of ``group``, for ``sequence=`` of every layer, in place of these arguments.
 
-    ``length`` is how many tokens this rank holds (any number, ranks may differ); ``layout`` "contiguous" (if left out)
-    or "zigzag"; ``cu_seqlens`` the boundaries ``[N+1]`` of packed documents in the whole sequence, on every rank.
+    ``local_length`` is how many tokens this rank holds (any number, ranks may differ). Or ``total``, how many all ranks
+    hold together: each then holds what `weft.shard` gives it. ``layout`` "contiguous" (if left out) or "zigzag";
+    ``cu_seqlens`` the boundaries ``[N+1]`` of packed documents in the whole sequence, on every rank.
 
     What crosses ranks: one round of integers, once for each batch. Layers that get it send none.
 
-    >>> sequence(10).lengths
-    (10,)
+    >>> sequence(10).lengths, sequence(total=10).lengths
+    ((10,), (10,))
     """
     axis = Axis.of(group)
-    bounds, fault = read_bounds("sequence", cu_seqlens, axis.rank)
-    layout = "contiguous" if layout is None else layout
-    if fault is None and (isinstance(length, bool) or not isinstance(length, int)):
-        fault = TypeError(f"sequence: length must be an integer, got {type(length).__name__} (rank {axis.rank})")
-    elif fault is None and length < 0:
-        fault = ValueError(f"sequence: length must not be negative, got {length} (rank {axis.rank})")
-    fault = fault or find_layout_fault("sequence", layout, axis.rank)
-    options, tell = (None, (0,)) if fault else (_Options(layout, bounds), (length,))
-    call = axis.begin("sequence", options, tell=tell, fault=fault)
-    return settle("sequence", call, axis, layout, bounds)
+    made = read("sequence", axis.rank, lambda: _read(axis, local_length, total, layout, cu_seqlens))
+    if isinstance(made, Exception):
+        axis.refuse("sequence", made, tell=1)
+    options, length = made
+    call = axis.begin("sequence", options, tell=(length,))
+    return settle("sequence", call, axis, options.layout, options.cu_seqlens)
+
+
+def _read(
+    axis: Axis, local_length: int | None, total: int | None, layout: str | None, cu_seqlens: Any
+) -> tuple[_Options, int] | Exception:
+    """What the ranks must have in common, and this rank's length; or what is wrong."""
+    name, rank = "sequence", axis.rank
+    where = read_where(name, layout, cu_seqlens, rank)
+    if isinstance(where, Exception):
+        return where
+    if (local_length is None) == (total is None):
+        return ValueError(
+            f"{name}: give local_length, the tokens of this rank, or total, those of all ranks, and not both "
+            f"(rank {rank})"
+        )
+    word, given = ("local_length", local_length) if total is None else ("total", total)
+    if fault := find_integer_fault(name, word, given, rank, least=0):
+        return fault
+    if total is None:
+        return _Options(*where, None), int(given)  # type: ignore[arg-type]
+    return _Options(*where, int(total)), shard_lengths(int(total), where[0], axis.size)[rank]
 
 
 @dataclass(frozen=True)
@@ -89,6 +116,7 @@ class _Options:
 
     layout: str
     cu_seqlens: Bounds | None
+    total: int | None
 
 
 def settle(operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None) -> Sequence:
@@ -117,17 +145,31 @@ def guess(axis: Axis, length: int, layout: str, bounds: Bounds | None) -> Sequen
     return None
 
 
-def read_bounds(operation: str, cu_seqlens: Any, rank: int) -> tuple[Bounds | None, Exception | None]:
-    """The boundaries as integers, and what is wrong with them."""
+def read_bounds(operation: str, cu_seqlens: Any, rank: int) -> Bounds | Exception | None:
+    """The boundaries as integers, or what is wrong with them."""
     if cu_seqlens is None:
-        return None, None
-    bounds = tuple(torch.as_tensor(cu_seqlens).reshape(-1).tolist())
-    rising = len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds))
-    if rising and all(isinstance(bound, int) for bound in bounds):
-        return bounds, None
-    return None, ValueError(
+        return None
+    if is_dtensor(cu_seqlens):
+        return TypeError(f"{operation}: cu_seqlens is a DTensor; pass the whole, on every rank (rank {rank})")
+    given = read(operation, rank, lambda: torch.as_tensor(cu_seqlens))
+    if isinstance(given, Exception) or given.is_meta or given.dtype.is_floating_point or given.dtype == torch.bool:
+        return TypeError(f"{operation}: cu_seqlens must be integers, got {show(cu_seqlens)} (rank {rank})")
+    bounds = tuple(given.reshape(-1).tolist())
+    if len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds)):
+        return bounds
+    return ValueError(
         f"{operation}: cu_seqlens must be integers that rise from 0, got {list(bounds[:8])} (rank {rank})"
     )
+
+
+def read_where(operation: str, layout: str | None, cu_seqlens: Any, rank: int) -> tuple[str, Bounds | None] | Exception:
+    """(layout, documents), or what is wrong with them."""
+    bounds = read_bounds(operation, cu_seqlens, rank)
+    if isinstance(bounds, Exception):
+        return bounds
+    if layout is None:
+        return "contiguous", bounds
+    return find_layout_fault(operation, layout, rank) or (the_choice(layout, LAYOUTS), bounds)
 
 
 def document_at(bounds: Bounds, position: int) -> tuple[int, int]:
@@ -136,28 +178,26 @@ def document_at(bounds: Bounds, position: int) -> tuple[int, int]:
     return bounds[number], bounds[number + 1]
 
 
+def axis_of(operation: str, group: Any, given: Any) -> Axis:
+    """The axis of an operation that takes either ``sequence`` or a ``group``."""
+    return given.axis if isinstance(given, Sequence) else Axis.of(group)
+
+
 def read_sequence(
-    operation: str, length: int | None, layout: str | None, cu_seqlens: Any, group: Any, given: Sequence | None
-) -> tuple[Axis, str, Bounds | None, Exception | None]:
-    """(axis, layout, documents, fault) of an operation that takes either ``sequence`` or the three it stands for."""
+    operation: str, rank: int, length: int | None, layout: str | None, cu_seqlens: Any, group: Any, given: Any
+) -> tuple[str, Bounds | None] | Exception:
+    """(layout, documents) of an operation that takes either ``sequence`` or the three it stands for; or a fault."""
     if given is None:
-        axis = Axis.of(group)
-        bounds, fault = read_bounds(operation, cu_seqlens, axis.rank)
-        layout = "contiguous" if layout is None else layout
-        return axis, layout, bounds, fault or find_layout_fault(operation, layout, axis.rank)
+        return read_where(operation, layout, cu_seqlens, rank)
     if not isinstance(given, Sequence):
-        axis, kind = Axis.of(group), type(given).__name__
-        words = f"{operation}: sequence must be what weft.sequence(...) returns, got {kind} (rank {axis.rank})"
-        return axis, "contiguous", None, TypeError(words)
-    axis = given.axis
-    where = f"(rank {axis.rank})"
-    fault = None
+        kind = type(given).__name__
+        return TypeError(f"{operation}: sequence must be what weft.sequence(...) returns, got {kind} (rank {rank})")
     for name, value in (("layout", layout), ("cu_seqlens", cu_seqlens), ("group", group)):
         if value is not None:
-            fault = ValueError(f"{operation}: {name} is part of sequence; leave it out {where}")
-    if fault is None and length is not None and length != given.length:
-        fault = ValueError(
-            f"{operation}: this rank holds {length} tokens, but {given.length} in sequence {where}; make a sequence "
-            f"for each batch"
+            return ValueError(f"{operation}: {name} is part of sequence; leave it out (rank {rank})")
+    if length is not None and length != given.length:
+        return ValueError(
+            f"{operation}: this rank holds {length} tokens, but {given.length} in sequence (rank {rank}); make a "
+            f"sequence for each batch"
         )
-    return axis, given.layout, given.bounds, fault
+    return given.layout, given.bounds

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import find_integer_fault, find_tensor_fault, read
 from weft.comm.eager import eager
 from weft.comm.function import RankFunction
 from weft.sequence.layout import lay_out, shard_lengths
-from weft.sequence.sequence import Sequence, read_sequence, settle
+from weft.sequence.sequence import Sequence, axis_of, read_sequence, settle
 
 
 @eager
@@ -27,15 +28,32 @@ def shard(
     >>> shard(torch.arange(6), 0)                     # a world of one holds all of it
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axis, layout, _, fault = read_sequence("shard", None, layout, None, group, sequence)
-    if fault is None and sequence is not None and x.shape[dim] != sequence.total:
-        fault = ValueError(
-            f"shard: x has {x.shape[dim]} tokens along dim {dim}, but sequence {sequence.total} (rank {axis.rank})"
-        )
-    if fault is not None:  # nobody waits for anybody here
-        raise fault
+    axis = axis_of("shard", group, sequence)
+    found = read("shard", axis.rank, lambda: _read("shard", axis.rank, x, dim, layout, sequence, group))
+    if isinstance(found, Exception):  # nobody waits for anybody here
+        raise found
+    dim, layout = found
     lengths = shard_lengths(x.shape[dim], layout, axis.size) if sequence is None else sequence.lengths
     return cut(x, dim, lengths, layout, axis.rank)
+
+
+def _read(
+    operation: str, rank: int, x: Tensor, dim: int, layout: str | None, sequence: Any, group: Any
+) -> tuple[int, str] | Exception:
+    """(dim, counted from the front; layout), or what is wrong."""
+    if fault := find_tensor_fault(operation, "x", x, rank, None, "a dense tensor"):
+        return fault
+    if fault := find_integer_fault(operation, "dim", dim, rank):
+        return fault
+    if not -x.ndim <= dim < x.ndim:
+        return ValueError(f"{operation}: dim {dim} is not one of x {list(x.shape)} (rank {rank})")
+    length = x.shape[dim]
+    where = read_sequence(operation, rank, length if operation == "unshard" else None, layout, None, group, sequence)
+    if isinstance(where, Exception):
+        return where
+    if operation == "shard" and sequence is not None and length != sequence.total:
+        return ValueError(f"shard: x has {length} tokens along dim {dim}, but sequence {sequence.total} (rank {rank})")
+    return int(dim) % x.ndim, where[0]
 
 
 def cut(x: Tensor, dim: int, lengths: tuple[int, ...], layout: str, rank: int) -> Tensor:
@@ -57,11 +75,11 @@ def unshard(
     >>> unshard(torch.arange(6), 0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    length = x.shape[dim] if -x.ndim <= dim < x.ndim else None
-    axis, layout, _, fault = read_sequence("unshard", length, layout, None, group, sequence)
-    if fault is None and length is None:
-        fault = ValueError(f"unshard: dim {dim} is not one of x {list(x.shape)} (rank {axis.rank})")
-    return _Unshard.apply(x, dim % max(1, x.ndim), layout, axis, None if fault else sequence, fault, None)
+    axis = axis_of("unshard", group, sequence)
+    found = read("unshard", axis.rank, lambda: _read("unshard", axis.rank, x, dim, layout, sequence, group))
+    if isinstance(found, Exception):
+        axis.refuse("unshard", found, tell=None if isinstance(sequence, Sequence) else 1)
+    return _Unshard.apply(x, *found, axis, sequence, None)
 
 
 @dataclass(frozen=True)
@@ -71,6 +89,7 @@ class _Options:
     dim: int
     rest: tuple[int, ...]
     dtype: torch.dtype
+    device: str
     layout: str
     lengths: tuple[int, ...] | None
     gradient: bool
@@ -84,21 +103,13 @@ class _Unshard(RankFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dim: int,
-        layout: str,
-        axis: Axis,
-        known: Sequence | None,
-        fault: Exception | None,
-        of: int | None,
+        ctx: Any, x: Tensor, dim: int, layout: str, axis: Axis, known: Sequence | None, of: int | None
     ) -> Tensor:
         """``of``: the number of the sum whose gradient this is."""
         rest = tuple(size for index, size in enumerate(x.shape) if index != dim)
         lengths = None if known is None else known.lengths
-        options = None if fault else _Options(dim, rest, x.dtype, layout, lengths, ctx.needs_input_grad[0])
-        tell = None if known is not None else (0 if fault else x.shape[dim],)
-        call = axis.begin("unshard", options, tell=tell, fault=fault, of=of)
+        options = _Options(dim, rest, x.dtype, x.device.type, layout, lengths, ctx.needs_input_grad[0])
+        call = axis.begin("unshard", options, tell=None if known is not None else (x.shape[dim],), of=of)
         mine = x.detach().movedim(dim, 0).contiguous()
         sequence = known or settle("unshard", call, axis, layout, None)
         slices = call.all_gather(mine, sequence.lengths).wait()
@@ -108,7 +119,7 @@ class _Unshard(RankFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumSlices.apply(grad, *ctx.how), None, None, None, None, None, None
+        return _SumSlices.apply(grad, *ctx.how), None, None, None, None, None
 
 
 class _SumSlices(RankFunction):
@@ -132,5 +143,5 @@ class _SumSlices(RankFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         options, sequence, number = ctx.how
-        whole = _Unshard.apply(grad, options.dim, options.layout, sequence.axis, sequence, None, number)
+        whole = _Unshard.apply(grad, options.dim, options.layout, sequence.axis, sequence, number)
         return whole, None, None, None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.arguments import find_tensor_fault
 from weft.sequence.sequence import Bounds
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -22,9 +23,8 @@ def find_token_fault(
     """
     where = f"(rank {rank})"
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            return TypeError(f"{operation}: {name} must be {kinds}, got {kind} {where}")
+        if fault := find_tensor_fault(operation, name, tensor, rank, DTYPES, kinds):
+            return fault
         if tensor.ndim != 4:
             shown = list(tensor.shape)
             return ValueError(f"{operation}: {name} must be [B, {letter}, heads, dim], got {shown} {where}")

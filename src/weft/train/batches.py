@@ -164,7 +164,7 @@ class _Place:
     layout: str
 
 
-def _find_fault(batch: int, position: int, place: _Place, stop: int | None) -> ValueError | None:
+def _find_fault(batch: int, position: int, place: _Place, stop: int | None) -> Exception | None:
     if batch < 1:
         return ValueError(f"train: --batch must be at least 1 sequence, got {batch}")
     if position < 0:

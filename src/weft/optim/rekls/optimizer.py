@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import at
 from weft.comm.dtensor import local_gradient
 from weft.comm.wire import SoloWire
+from weft.errors import as_told
+from weft.optim.group_faults import find_option_fault, first_group_fault, list_params
 from weft.optim.part import Examined, StepPart
 from weft.optim.rekls.checkpoint import load_tensors, save_tensors
 from weft.optim.rekls.placement import find_parameter_fault, find_placements
@@ -19,6 +22,7 @@ from weft.optim.rekls.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.rekls.settings import Settings, find_group_fault
 from weft.optim.rekls.step import Task, Wave
 from weft.optim.saved_state import take_apart
+from weft.optim.verdict import tell_all
 
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
@@ -76,12 +80,22 @@ class REKLS(StepPart):
         on_nonfinite: str = "raise",
     ) -> None:
         self._begin(Axis.of(group), None if data_group is None else Axis.of(data_group))
+        rank = self._tensor_axis.rank
+        listed = find_option_fault("REKLS", on_nonfinite, None, rank) or list_params("REKLS", params, rank)
+        if isinstance(listed, Exception):
+            self._refuse(listed)
         defaults = {
             "lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps, "weight_decay": weight_decay,
             "weight_decay_method": weight_decay_method, "variant": variant, "max_factor_dim": max_factor_dim,
             "algorithm": "rekls", "partition_dim": None, "flatten": False,
         }  # fmt: skip
-        super().__init__(params, defaults, on_nonfinite)
+        super().__init__(listed, defaults, on_nonfinite)
+
+    def _refuse(self, fault: Exception) -> NoReturn:
+        """Tell all ranks, who wait for this one, that it has no parameters to add."""
+        axes = [axis for axis in (self._data_axis, self._tensor_axis) if axis is not None and axis.size > 1]
+        tell_all(axes, "REKLS.add_param_group", None, [], lambda axis, told: [], fault)
+        raise AssertionError("a fault is raised")
 
     def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
         self._tensor_axis, self._data_axis = tensor_axis, data_axis
@@ -95,7 +109,11 @@ class REKLS(StepPart):
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. All ranks must call it: they tell each other the shapes of their shards."""
-        super().add_param_group(param_group)
+        try:
+            super().add_param_group(param_group)
+        except Exception as error:  # torch's words
+            where = at(self._tensor_axis.rank)
+            self._refuse(as_told("REKLS: the parameters cannot be taken", error, where))
         group = self.param_groups[-1]
         try:
             self._place(len(self.param_groups) - 1, group)
@@ -107,7 +125,7 @@ class REKLS(StepPart):
 
     def _place(self, place: int, group: dict[str, Any]) -> None:
         """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
-        parameters, fault = group["params"], find_group_fault(group, tuple(VARIANTS))
+        parameters, fault = group["params"], self._find_fault([group])
         for number, parameter in enumerate(parameters):
             fault = fault or find_parameter_fault(number, parameter, group, self._tensor_axis.rank)
         placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
@@ -116,6 +134,10 @@ class REKLS(StepPart):
         plans = self._planner.plan(parameters, group.get("param_names", numbers), placements, group)
         self._plans.update(zip(parameters, plans, strict=True))
         self._in_waves = None
+
+    def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
+        rank = self._tensor_axis.rank
+        return first_group_fault("REKLS", groups, lambda group: find_group_fault(group, tuple(VARIANTS)), rank)
 
     # The verbs of a part.
 
@@ -139,18 +161,17 @@ class REKLS(StepPart):
         """Which gradients are here; those of replicated parameters must be the same over ``group``."""
         found = super().examine()
         found.names = [self._plans[parameter].name for parameter in found.parameters]
-        faults = (find_group_fault(group, tuple(VARIANTS)) for group in self.param_groups)
-        found.fault = next((fault for fault in faults if fault is not None), None)
-        found.settings = tuple(Settings.of(group) for group in self.param_groups)
-        needed = {p: one.decays_gradient for one, group in zip(found.settings, self.param_groups, strict=True)
-                  for p in group["params"]}  # fmt: skip
-        if any(
-            needed[task.parameter] != task.settings.decays_gradient for wave in self._under_way for task in wave.tasks
-        ):
-            found.fault = found.fault or ValueError(
-                "REKLS: weight_decay or its method was changed between the backward and the step, when gradients had "
-                "been sent"
-            )
+        found.fault = self._find_fault(self.param_groups) or found.fault
+        if found.fault is None:
+            settings = found.settings = tuple(Settings.of(group) for group in self.param_groups)
+            needed = {p: one.decays_gradient for one, group in zip(settings, self.param_groups, strict=True)
+                      for p in group["params"]}  # fmt: skip
+            tasks = [task for wave in self._under_way for task in wave.tasks]
+            if any(needed[task.parameter] != task.settings.decays_gradient for task in tasks):
+                found.fault = ValueError(
+                    "REKLS: weight_decay or its method was changed between the backward and the step, when gradients "
+                    "had been sent"
+                )
         found.alike = [
             self._tensor_axis if self._plans[parameter].replicated else None for parameter in found.parameters
         ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft.comm import Axis
@@ -41,6 +42,8 @@ def find_parameter_fault(number: int, parameter: Tensor, group: dict[str, Any], 
     """What is wrong with a parameter, if anything."""
     shape, where = list(parameter.shape), f"(rank {rank})"
     dim = group["partition_dim"]
+    if parameter.layout != torch.strided:
+        return TypeError(f"REKLS: parameter {number} is {parameter.layout}, not dense {where}")
     if not parameter.is_floating_point():
         return TypeError(f"REKLS: parameter {number} is {parameter.dtype}; parameters must be floating point {where}")
     if group["algorithm"] == "rekls" and parameter.ndim > 2 and not group["flatten"]:
@@ -86,9 +89,12 @@ def find_placements(
                 f"before it; put it into an optimizer of its own (rank {tensor_axis.rank})"
             )
     options = _Options(
-        tuple(str(parameter.dtype) for parameter in parameters),
+        tuple(f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters),
         tuple(str([dim for _, dim in cut]) for cut in cuts),
-        str({name: group[name] for name in sorted(group) if name not in ("params", "param_names", "lr")}),
+        # What is at fault may not even be shown.
+        ""
+        if fault
+        else str({name: group[name] for name in sorted(group) if name not in ("params", "param_names", "lr")}),
     )
 
     def merge(axis: Axis, told: list[tuple[int, ...]]) -> list[int]:

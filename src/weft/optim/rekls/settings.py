@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, show
+from weft.optim.group_faults import find_kind_fault
+
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
 ALGORITHMS = ("rekls", "adamw")
 
@@ -57,6 +60,8 @@ DECAY_METHODS = tuple(_SHRINK)
 
 def find_group_fault(group: dict[str, Any], variants: tuple[str, ...]) -> Exception | None:
     """What is wrong with a parameter group's numbers and options, if anything."""
+    if fault := find_kind_fault("REKLS", group, "eps", "weight_decay", "shampoo_beta"):
+        return fault
     lr, decay = float(group["lr"]), group["weight_decay"]
     if not (0 <= lr < float("inf") and 0 <= group["eps"] < float("inf") and 0 <= decay < float("inf")):
         return ValueError(
@@ -70,10 +75,11 @@ def find_group_fault(group: dict[str, Any], variants: tuple[str, ...]) -> Except
     for name, known in (
         ("weight_decay_method", DECAY_METHODS), ("variant", variants), ("algorithm", ALGORITHMS),
     ):  # fmt: skip
-        if group[name] not in known:
-            return ValueError(f"REKLS: {name} {group[name]!r} is not one of {', '.join(known)}")
-    if group["max_factor_dim"] < 0:
-        return ValueError(f"REKLS: max_factor_dim must not be negative, got {group['max_factor_dim']}")
-    if group["partition_dim"] not in (None, 0, 1):
-        return ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {group['partition_dim']!r}")
-    return None
+        if fault := find_choice_fault("REKLS", name, group[name], None, known):
+            return fault
+    if fault := find_integer_fault("REKLS", "max_factor_dim", group["max_factor_dim"], None, least=0):
+        return fault
+    dim = group["partition_dim"]
+    if dim is not None and (find_integer_fault("REKLS", "partition_dim", dim, None) or dim not in (0, 1)):
+        return ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {show(dim)}")
+    return find_flag_fault("REKLS", "flatten", group["flatten"], None)

@@ -1,0 +1,97 @@
+"""A slice of `test_wrong_kinds` on real processes: told to every rank, and soon."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_wrong_kinds import ODD, Outcome, alike, outcome_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from wrong_kinds import SUBJECTS, VALUES
+
+import weft
+from weft.world.launch import ProcessWorld
+
+SOON = 5.0  # seconds
+CASES = [
+    ("ShardedEmbedding.forward", "ids", "list", "ids must be a tensor of int32 or int64, got list (rank 1)"),
+    ("ShardedEmbedding.prefetch", "ids", "text", "ids must be a tensor of int32 or int64, got str (rank 1)"),
+    ("attention", "scale", "text", "scale must be a number, got 'a' (str) (rank 1)"),
+    ("attention", "q", "dtensor", "q is a DTensor; pass q.to_local(), this rank's part (rank 1)"),
+    ("attention", "v", "meta", "v is on meta, q on cpu (rank 1)"),
+    ("attention with a sequence", "k", "hostile tensor", "k cannot be read: RuntimeError: no operation on this tensor"),
+    ("linear_attention", "chunk_size", "float", "chunk_size must be an integer, got 64.0 (float) (rank 1)"),
+    ("linear_attention", "chunk_size", "digits", "chunk_size must be an integer, got '64' (str) (rank 1)"),
+    ("linear_attention", "chunk_size", "true", "chunk_size must be an integer, got True (bool) (rank 1)"),
+    ("linear_attention", "output_final_state", "text", "output_final_state must be True or False, got 'a' (rank 1)"),
+    ("exclusive_scan", "state", "none", "state must be a floating tensor, got NoneType (rank 1)"),
+    ("unshard", "dim", "hostile", "dim must be an integer, got Hostile (rank 1)"),
+    ("sequence", "local_length", "huge", "local_length must fit in 64 bits"),
+    ("RowExchange", "ids", "none", "ids must be a tensor of int32 or int64, or a list of such, got None (rank 1)"),
+    ("RowExchange.pull", "shards", "none", "rows.pull: the arguments cannot be read"),
+    ("BigramHashEmbedding.forward", "tokens", "array", "tokens must be a tensor of integers, got ndarray (rank 1)"),
+    ("ShardedAdamW", "params", "none", "ShardedAdamW: the parameters cannot be taken"),
+    ("ShardedAdamW.step", "betas", "text", "betas must be two numbers, got 'a' (rank 1)"),
+    ("ShardedAdamW", "clip", "half", "the ranks disagree"),
+    ("REKLS", "params", "none", "params must be an iterable of tensors or groups, got None (rank 1)"),
+    ("REKLS.step", "lr", "text", "lr must be a number, got 'a' (str) (rank 1)"),
+    ("OverlappedStep.step", "eps", "hostile", "eps must be a number, got Hostile (rank 1)"),
+]
+
+
+def try_all(axis: weft.Axis, later: bool) -> list[tuple[Outcome, float, bool]]:
+    """For each case: what this rank raises, after how long, and whether a right call works then, where it should."""
+    found = []
+    for name, argument, value, _ in CASES:
+        group = dist.new_group(range(3), timeout=timedelta(seconds=40))
+        if axis.rank >= 3:
+            continue
+        mine = weft.Axis.of(group)
+        subject = SUBJECTS[name]
+        call = subject.start(mine)
+        if later:
+            call()
+        odd: Any = a_real_dtensor(group) if value == "dtensor" else VALUES[value]()
+        start = time.monotonic()
+        outcome = outcome_of(call, {argument: odd} if axis.rank == ODD else {})
+        took = time.monotonic() - start
+        closed = later and (not subject.tells or name == "REKLS")  # who does not tell is found, and the group closed
+        found.append((outcome, took, closed or alike(call(), call()) or name.endswith((".step", "ShardedAdamW"))))
+    return found
+
+
+def a_real_dtensor(group: dist.ProcessGroup) -> torch.Tensor:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return DTensor.from_local(torch.ones(1, 4, 2, 2), mesh, [Replicate()], run_check=False)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at the first call", "later"])
+def test_wrong_kinds_on_processes(pool: ProcessWorld, later: bool) -> None:
+    for case, ranks in zip(CASES, zip(*pool.run(try_all, later)[:3], strict=True), strict=True):
+        outcomes = [outcome for outcome, _, _ in ranks]
+        assert outcomes[0] == outcomes[1] == outcomes[2] and case[3] in outcomes[0][1], (case, outcomes)
+        assert all(works for _, _, works in ranks), case
+        assert max(took for _, took, _ in ranks) < SOON, (case, ranks)
+
+
+def use_a_wrong_group(axis: weft.Axis) -> list[str]:
+    words = []
+    apart = dist.new_group([0, 1])
+    mesh = DeviceMesh("cpu", torch.arange(6).view(2, 3)) if axis.rank < 6 else "no mesh"
+    for group in ("sequence", mesh, apart if axis.rank > 1 else "no group"):
+        words.append(outcome_of(lambda **_: weft.exclusive_scan(torch.ones(2, 2), group=group), {})[1])  # noqa: B023
+    return words
+
+
+def test_a_wrong_group_is_told_where_it_is(pool: ProcessWorld) -> None:
+    text, mesh, other = pool.run(use_a_wrong_group)[2]
+    assert (
+        "group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got str (raised on this rank alone)" in text
+    )
+    assert "the mesh has 2 dimensions" in mesh and "(raised on this rank alone)" in mesh
+    assert "this rank is not a member of the group" in other and "(raised on this rank alone)" in other
