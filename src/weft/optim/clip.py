@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.autocast import outside_autocast
 from weft.comm.dtensor import is_dtensor, whole_of
 from weft.embedding import RowTable
 
@@ -23,6 +24,7 @@ class _Options:
 
 
 @torch.no_grad()
+@outside_autocast()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,

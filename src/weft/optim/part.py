@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from weft.comm import Axis
 from weft.comm.dtensor import local_of
 from weft.comm.ledger import Event
 from weft.optim.step_run import StepRun, Unit
+from weft.optim.verdict import is_lost
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ON_NONFINITE = ("raise", "skip")
 _PARTS = "the parts of a step are start(), work() and finish()"
@@ -61,10 +63,11 @@ class StepPart(torch.optim.Optimizer):
     `squared_norm` (only needed with ``clip``) and `work_ahead` (what does not depend on the scale of gradients).
 
     ``settle(False)`` may come when nothing was worked on: wait for what is under way and drop it. Where work cannot
-    be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted.
+    be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted. What ``work_on``
+    raises does the same, and is raised on every rank; where others wait for results, compute these in `attempt`, so
+    that something is sent all the same.
     """
 
-    fails_late = True  # whether work can fail although all gradients are finite
     sends_in_step = True  # whether gradients wait for the step, and are not sent in the backward already
 
     def __init__(
@@ -83,8 +86,9 @@ class StepPart(torch.optim.Optimizer):
         self._run: StepRun | None = None  # the step under way
         self._next = "start"  # what may be called
         self.present: Collection[Tensor] = ()  # parameters with gradients, in the step under way
-        self.tentative = True  # whether the step under way may yet be dropped
         self.failed = 0
+        self.error: Exception | None = None  # what the work raised that nobody had expected
+        self.compares_weights = True  # in the next step: whether ranks have the same of what is replicated
         self.norm: float | None = None  # of the last step's gradients, with clip
 
     # What a subclass has.
@@ -117,9 +121,27 @@ class StepPart(torch.optim.Optimizer):
         settings = tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups)
         return Examined(parameters, names, [grad is not None for grad in grads], grads, settings)
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def replicated_over(self, parameter: Tensor) -> list[Axis]:
+        """The axes over whose ranks a parameter must be the same: that is compared before the first step."""
+        return []
+
+    def begin(self, present: Collection[Tensor]) -> None:
         """A step begins, in which these parameters have gradients on every rank."""
-        self.present, self.tentative, self.failed = present, tentative, 0
+        self.present, self.failed, self.error = present, 0, None
+
+    def attempt(self, number: int | None, work: Callable[[], T], instead: Callable[[], T]) -> T:
+        """What ``work()`` gives; if it raises, on the parameter of this number, that is noted and ``instead()`` taken.
+
+        No rank's step is then accepted, and all raise. Messages belong outside: a lost group is not noted but raised.
+        """
+        try:
+            return work()
+        except Exception as error:
+            if is_lost(error):
+                raise
+            if self.error is None:
+                self.error, self.failed = error, 0 if number is None else 1 + number
+            return instead()
 
     def send(self, bucket: int) -> None:
         """Start the gradients of a bucket on their way."""

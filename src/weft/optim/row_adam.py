@@ -170,9 +170,9 @@ class RowAdam(StepPart):
         present = [weight.row_table.has_gradient for weight in weights]
         return Examined(weights, names, present, [None] * len(weights), settings, fault)
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def begin(self, present: Collection[Tensor]) -> None:
         """Take the tables that have gradients."""
-        super().begin(present, tentative)
+        super().begin(present)
         self._updates = []
         for group in self.param_groups:
             for weight in group["params"]:

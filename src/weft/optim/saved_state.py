@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Options of Adam's param groups that ours do not have: saved with the values that mean the same.
 OF_TORCH = {
@@ -14,11 +15,16 @@ OF_TORCH = {
 }  # fmt: skip
 
 
+def first_count() -> Tensor:
+    """The number of steps made, as torch's optimizers have it; in fp32 whatever the default dtype is: bf16 ends at 256."""
+    return torch.tensor(0.0, dtype=torch.float32)
+
+
 def keep_own_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Saved param groups with the options that the optimizer's groups have, and no others."""
     groups = [dict(group) for group in saved]
     for group, now in zip(groups, optimizer.param_groups, strict=False):
-        for name in optimizer.defaults:
+        for name in set(optimizer.defaults) & set(now):  # torch adds a default of its own when it loads a state
             group.setdefault(name, now[name])
         for name in set(group) - set(now):
             del group[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from weft.comm import Axis
 from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
 from weft.optim.owners import Averaged, Held, Owners, Route, Travel
 from weft.optim.part import Examined, StepPart
-from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
+from weft.optim.saved_state import OF_TORCH, first_count, keep_own_options, take_apart
 from weft.optim.sharded_state import load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets, flat_of, write_range
 
@@ -50,6 +51,11 @@ class _Bucket:
     @property
     def routes(self) -> list[Route]:
         return [piece.route for piece in self.pieces]
+
+
+def _own(piece: _Piece) -> Tensor:
+    """The piece as it is."""
+    return flat_of(piece.parameter)[slice(*piece.where)]
 
 
 class ShardedAdamW(StepPart):
@@ -155,7 +161,7 @@ class ShardedAdamW(StepPart):
     def _fresh(self, parameter: Tensor) -> dict[str, Any]:
         start, stop = self._ranges[parameter][self._axis.rank]
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        state: dict[str, Any] = {"step": torch.tensor(0.0)}
+        state: dict[str, Any] = {"step": first_count()}
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros(stop - start, dtype=wide, device=parameter.device)
         if wide != parameter.dtype:
@@ -163,8 +169,6 @@ class ShardedAdamW(StepPart):
         return state
 
     # The verbs of a part.
-
-    fails_late = False  # the mean of what is finite is finite, and so is the step
 
     def step_axes(self) -> list[Axis]:
         """The axis of ``group``."""
@@ -181,6 +185,10 @@ class ShardedAdamW(StepPart):
         """By ``bucket_bytes``, the last parameters first."""
         return [list(dict.fromkeys(piece.parameter for piece in bucket)) for bucket in self._buckets]
 
+    def replicated_over(self, parameter: Tensor) -> list[Axis]:
+        """The axis of ``group``: weights are whole on every rank."""
+        return self.step_axes()
+
     def examine(self) -> Examined:
         """Which gradients are here, and whether somebody else averages them."""
         found = super().examine()
@@ -190,9 +198,9 @@ class ShardedAdamW(StepPart):
             found.fault = found.fault or find_wrapper_fault(self._names, self._axis.rank)
         return found
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def begin(self, present: Collection[Tensor]) -> None:
         """Take the pieces of what has gradients."""
-        super().begin(present, tentative)
+        super().begin(present)
         self._under_way = [_Bucket([piece for piece in some if piece.parameter in present]) for some in self._buckets]
 
     def send(self, bucket: int) -> None:
@@ -219,20 +227,26 @@ class ShardedAdamW(StepPart):
         """AdamW on the slices this rank owns; new weights start on their way to all."""
         one = self._under_way[bucket]
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        mine: Held = []
-        for piece, grad in zip(one.pieces, self._arrive(one), strict=True):
-            mine.append(None if grad is None else self._step(one, piece, grad, scale, groups[piece.parameter]))
+        numbers = {p: number for number, p in enumerate(groups)}
+        mine: Held = [None] * len(one.pieces)
+        for at, (piece, grad) in enumerate(zip(one.pieces, self._arrive(one), strict=True)):
+            if grad is not None:
+                step = partial(self._step, one, piece, grad, scale, groups[piece.parameter])
+                mine[at] = self.attempt(numbers[piece.parameter], step, partial(_own, piece))
         one.arrived = []
         one.weights = self._owners.scatter("ShardedAdamW", one.routes, mine)
 
     def _step(self, one: _Bucket, piece: _Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
-        """The piece after the step, in its parameter's dtype. What may yet be dropped is computed on copies."""
-        state, own = self.state[piece.parameter], flat_of(piece.parameter)[slice(*piece.where)]
-        new = {name: state[name] for name in ("exp_avg", "exp_avg_sq", "master") if name in state}
-        wide = new.get("master", own)
-        if self.tentative:
-            new = {name: value.clone() for name, value in new.items()}
-            wide = new["master"] if "master" in new else own.clone()
+        """The piece after the step, in its parameter's dtype. The step may yet be dropped, so it is made on copies.
+
+        A master follows a weight that was changed since the last step (loaded, clamped, made anew): where the weight is
+        not the rounded master, it is taken instead.
+        """
+        state, own = self.state[piece.parameter], _own(piece)
+        new = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+        if "master" in state:
+            new["master"] = torch.where(state["master"].to(own.dtype) == own, state["master"], own)
+        wide = new["master"] if "master" in new else own.clone()
         one.states.append((piece, new))
         grad = grad.to(wide.dtype)
         adamw(

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.comm import Axis
+from weft.errors import CommError, DeadlockError, DisagreementError, NcclRuleError, RankError
 
 Merge = Callable[[Axis, list[tuple[int, ...]]], list[int]]
+_LOST = (CommError, DeadlockError, DisagreementError, NcclRuleError, RankError)
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an error tells of the group, so that nobody can be told of it any more."""
+    return isinstance(error, _LOST)
 
 
 def tell_all(
@@ -29,6 +36,10 @@ def tell_all(
             call = axis.begin(operation, options, tell=known, fault=fault)
             known, fault = merge(axis, call.told.wait()), None
         except (ValueError, TypeError, NotImplementedError) as error:
+            fault = error
+        except RuntimeError as error:
+            if is_lost(error):
+                raise
             fault = error
     if fault is not None:
         raise fault

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from weft.comm.dtensor import (
@@ -26,6 +25,7 @@ from weft.comm.dtensor import (
 )
 from weft.optim.owners import Averaged, Owners, Replicated, Role, Route, Sharded
 from weft.optim.rekls.plan import Plan
+from weft.optim.saved_state import first_count
 
 Given = Sequence[Mapping[str, Any] | None]
 
@@ -69,7 +69,7 @@ def load_tensors(
     held = _cut([(plan, whole) for (_, plan, _), whole in zip(items, wholes, strict=True)])
     states = []
     for parameter, values in zip(parameters, given, strict=True):
-        step = torch.tensor(0.0 if values is None else float(values["step"]))
+        step = first_count().fill_(0.0 if values is None else float(values["step"]))
         state = {"step": step} if values is not None else {"step": step, **plans[parameter].fresh(parameter.device)}
         states.append(state)
     for (index, _, name), tensor in zip(items, held, strict=True):

@@ -12,13 +12,14 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.dtensor import local_gradient
 from weft.comm.wire import SoloWire
+from weft.optim.owners import Sharded
 from weft.optim.part import Examined, StepPart
 from weft.optim.rekls.checkpoint import load_tensors, save_tensors
 from weft.optim.rekls.placement import find_parameter_fault, find_placements
 from weft.optim.rekls.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.rekls.settings import Settings, find_group_fault
 from weft.optim.rekls.step import Task, Wave
-from weft.optim.saved_state import take_apart
+from weft.optim.saved_state import first_count, take_apart
 
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
@@ -103,7 +104,7 @@ class REKLS(StepPart):
             self.param_groups.pop()
             raise
         for parameter in group["params"]:
-            self.state[parameter] = {"step": torch.tensor(0.0), **self._plans[parameter].fresh(parameter.device)}
+            self.state[parameter] = {"step": first_count(), **self._plans[parameter].fresh(parameter.device)}
 
     def _place(self, place: int, group: dict[str, Any]) -> None:
         """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
@@ -135,6 +136,12 @@ class REKLS(StepPart):
             self._in_waves = [[parameters[index] for index in wave] for wave in waves]
         return self._in_waves
 
+    def replicated_over(self, parameter: Tensor) -> list[Axis]:
+        """Where it is the same, or averaged."""
+        placement = self._plans[parameter].placement
+        return [axis for axis, role in zip(placement.axes, placement.roles, strict=True)
+                if not isinstance(role, Sharded)]  # fmt: skip
+
     def examine(self) -> Examined:
         """Which gradients are here; those of replicated parameters must be the same over ``group``."""
         found = super().examine()
@@ -156,9 +163,9 @@ class REKLS(StepPart):
         ]
         return found
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def begin(self, present: Collection[Tensor]) -> None:
         """Take what has gradients, in waves."""
-        super().begin(present, tentative)
+        super().begin(present)
         settings = {p: Settings.of(group) for group in self.param_groups for p in group["params"]}
         self._under_way = [
             Wave([Task(p, self._plans[p], settings[p]) for p in wave if p in present]) for wave in self.buckets()
@@ -199,9 +206,10 @@ class REKLS(StepPart):
                 now = Settings.of(groups[task.parameter])
                 if now.decays_gradient == task.settings.decays_gradient:  # else `examine` tells
                     task.settings = now
-            wave.work(self.state, scale)
+            numbers = {id(plan): number for number, plan in enumerate(self._plans.values())}
+            wave.work(self.state, scale, lambda plan, *how: self.attempt(numbers[id(plan)], *how))
             if wave.failed is not None and not self.failed:
-                self.failed = 1 + list(self._plans.values()).index(wave.failed)
+                self.failed = 1 + numbers[id(wave.failed)]
 
     def settle(self, accepted: bool) -> None:
         """Apply the updates that come back, and keep the owned states."""
