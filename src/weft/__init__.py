@@ -4,7 +4,7 @@ from weft.attention import attention, head_strides
 from weft.comm import Axis, record
 from weft.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
 from weft.linear_attention import linear_attention
-from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart, clip_grad_norm_
+from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart, broadcast_parameters, clip_grad_norm_
 from weft.scan import exclusive_scan
 from weft.sequence import sequence, shard, unshard
 from weft.world import Machine, VirtualWorld, launch
@@ -22,6 +22,7 @@ __all__ = [
     "StepPart",
     "VirtualWorld",
     "attention",
+    "broadcast_parameters",
     "clip_grad_norm_",
     "exclusive_scan",
     "head_strides",

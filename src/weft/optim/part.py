@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,6 +28,17 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def find_listed_twice(label: str, parameters: Iterable[Tensor], rank: int) -> Exception | None:
+    """torch only warns of a parameter that stands twice in a group; it would be stepped twice."""
+    first: dict[int, int] = {}
+    for number, parameter in enumerate(parameters):
+        if (before := first.setdefault(id(parameter), number)) != number:
+            return ValueError(
+                f"{label}: parameter {number} of a group is parameter {before} again; list each once (rank {rank})"
+            )
+    return None
 
 
 @dataclass
@@ -180,6 +191,19 @@ class StepPart(torch.optim.Optimizer):
     def explain_failure(self, name: str) -> str:
         """In words: what ``failed`` means for the parameter ``name``."""
         return f"the update of {name} could not be computed"
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be loaded. Nothing is sent or changed."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        self.compares_weights = True
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        self.compares_weights = True
+        super().add_param_group(param_group)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """This rank's part of a gradient; zeros where others have one and this rank, against the rules, has not."""

@@ -51,7 +51,9 @@ def compare_weights(label: str, parts: Sequence[StepPart], names: Sequence[str],
                     continue
                 if any(one.counter is axis.counter for one in over[asked[place]]):
                     raise _difference(label, names[asked[place]], column)
-                found[place] = zlib.crc32(repr(column).encode())  # shards, whose replicas on the next axis have the same
+                found[place] = zlib.crc32(
+                    repr(column).encode()
+                )  # shards, whose replicas on the next axis have the same
             return found
 
         tell_all(axes, f"{label}.weights", _Options(len(asked)), digests, merge)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,20 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from weft.comm import Axis
+from weft.comm.autocast import outside_autocast
 from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
-from weft.optim.owners import Averaged, Held, Owners, Route, Travel
-from weft.optim.part import Examined, StepPart
-from weft.optim.saved_state import OF_TORCH, first_count, keep_own_options, take_apart
-from weft.optim.sharded_state import load_slices, save_slices
+from weft.optim.owners import Averaged, Held, Owners, Route
+from weft.optim.part import Examined, StepPart, find_listed_twice
+from weft.optim.pieces import Bucket, Piece
+from weft.optim.saved_state import (
+    OF_TORCH,
+    agree_to_load,
+    find_state_fault,
+    first_count,
+    keep_own_options,
+    take_apart,
+)
+from weft.optim.sharded_state import check_slices, load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets, flat_of, write_range
 
 
@@ -27,35 +36,6 @@ class _Options:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A range of a flattened parameter and the rank that owns it."""
-
-    parameter: Tensor
-    where: Range
-    route: Route
-
-
-@dataclass
-class _Bucket:
-    """Pieces that travel together, in the step under way. ``states``: what owned pieces' states will be."""
-
-    pieces: list[_Piece]
-    gradients: Travel | None = None
-    arrived: Held | None = None
-    weights: Travel | None = None
-    states: list[tuple[_Piece, dict[str, Tensor]]] = field(default_factory=list)
-
-    @property
-    def routes(self) -> list[Route]:
-        return [piece.route for piece in self.pieces]
-
-
-def _own(piece: _Piece) -> Tensor:
-    """The piece as it is."""
-    return flat_of(piece.parameter)[slice(*piece.where)]
 
 
 class ShardedAdamW(StepPart):
@@ -104,10 +84,10 @@ class ShardedAdamW(StepPart):
             raise ValueError(f"ShardedAdamW: bucket_bytes and clip must be > 0, got {bucket_bytes} and {clip}")
         self._axis, self._bucket_bytes = Axis.of(group), bucket_bytes
         self._owners = Owners([self._axis] if self._axis.size > 1 else [])
-        self._buckets: list[list[_Piece]] = []
+        self._buckets: list[list[Piece]] = []
         self._ranges: dict[Tensor, list[Range]] = {}
         self._names: dict[Tensor, str] = {}
-        self._under_way: list[_Bucket] = []
+        self._under_way: list[Bucket] = []
         self._looked_for_wrappers = False
         self._waiting: list[Tensor] | None = []  # parameters of the constructor's groups, which share buckets
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -132,6 +112,8 @@ class ShardedAdamW(StepPart):
     def _place(self, parameters: list[Tensor]) -> None:
         """Cut parameters into buckets and slices, and make the state of what this rank owns."""
         fault = next((fault for fault in map(find_group_fault, self.param_groups) if fault), None)
+        for group in self.param_groups:
+            fault = fault or find_listed_twice("ShardedAdamW", group["params"], self._axis.rank)
         for number, parameter in enumerate(parameters):
             fault = fault or find_parameter_fault(number, parameter, self._axis.rank)
         shapes = tuple(tuple(parameter.shape) for parameter in parameters)
@@ -149,7 +131,7 @@ class ShardedAdamW(StepPart):
             for parameter, ranges in zip(some, cut_bucket([p.numel() for p in some], self._axis.size), strict=True):
                 self._ranges[parameter] = ranges
                 self._buckets[-1] += [
-                    _Piece(parameter, (start, stop), self._route(parameter, stop - start, rank))
+                    Piece(parameter, (start, stop), self._route(parameter, stop - start, rank))
                     for rank, (start, stop) in enumerate(ranges) if stop > start
                 ]  # fmt: skip
                 self.state[parameter] = self._fresh(parameter)
@@ -201,7 +183,7 @@ class ShardedAdamW(StepPart):
     def begin(self, present: Collection[Tensor]) -> None:
         """Take the pieces of what has gradients."""
         super().begin(present)
-        self._under_way = [_Bucket([piece for piece in some if piece.parameter in present]) for some in self._buckets]
+        self._under_way = [Bucket([piece for piece in some if piece.parameter in present]) for some in self._buckets]
 
     def send(self, bucket: int) -> None:
         """Start gradients to the owners of their slices."""
@@ -209,7 +191,7 @@ class ShardedAdamW(StepPart):
         grads = [flat_of(self.gradient_of(piece.parameter))[slice(*piece.where)] for piece in one.pieces]
         one.gradients = self._owners.gather("ShardedAdamW", one.routes, grads)
 
-    def _arrive(self, one: _Bucket) -> Held:
+    def _arrive(self, one: Bucket) -> Held:
         if one.arrived is None:
             assert one.gradients is not None
             one.arrived, one.gradients = one.gradients.wait(), None
@@ -232,17 +214,17 @@ class ShardedAdamW(StepPart):
         for at, (piece, grad) in enumerate(zip(one.pieces, self._arrive(one), strict=True)):
             if grad is not None:
                 step = partial(self._step, one, piece, grad, scale, groups[piece.parameter])
-                mine[at] = self.attempt(numbers[piece.parameter], step, partial(_own, piece))
+                mine[at] = self.attempt(numbers[piece.parameter], step, piece.own)
         one.arrived = []
         one.weights = self._owners.scatter("ShardedAdamW", one.routes, mine)
 
-    def _step(self, one: _Bucket, piece: _Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
+    def _step(self, one: Bucket, piece: Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
         """The piece after the step, in its parameter's dtype. The step may yet be dropped, so it is made on copies.
 
         A master follows a weight that was changed since the last step (loaded, clamped, made anew): where the weight is
         not the rounded master, it is taken instead.
         """
-        state, own = self.state[piece.parameter], _own(piece)
+        state, own = self.state[piece.parameter], piece.own()
         new = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
         if "master" in state:
             new["master"] = torch.where(state["master"].to(own.dtype) == own, state["master"], own)
@@ -290,12 +272,20 @@ class ShardedAdamW(StepPart):
         saved["state"] = dict(enumerate(save_slices(self._axis, parameters, self._ranges, self.state)))
         return saved
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be loaded."""
+        _, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        check_slices(parameters, self._names, self.state, given)
+
     @torch.no_grad()
+    @outside_autocast()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; from any number of ranks, and from ``torch.optim.AdamW``. All ranks must call it."""
+        agree_to_load("ShardedAdamW", [self._axis], find_state_fault(self, state_dict))
         saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         fresh = [self._fresh(parameter) for parameter in parameters]
-        states = load_slices(self._axis, parameters, self._ranges, fresh, given, self._names)
+        states = load_slices(self._axis, parameters, self._ranges, fresh, given)
         super().load_state_dict(saved)
         self.state.update(zip(parameters, states, strict=True))

@@ -52,9 +52,7 @@ def save_tensors(
 def load_tensors(
     parameters: Sequence[Tensor], plans: Mapping[Tensor, Plan], given: Given
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The state of each parameter as this rank holds it. Checks all of it first; every rank must call it."""
-    for parameter, values in zip(parameters, given, strict=True):
-        _check(parameter, plans[parameter], values)
+    """The state of each parameter, which was checked, as this rank holds it. Every rank must call it."""
     items = [(index, plans[parameter], name) for index, parameter in enumerate(parameters)
              for name in plans[parameter].layout if given[index] is not None]  # fmt: skip
     wholes: list[Tensor | None] = [None] * len(items)
@@ -81,7 +79,8 @@ def load_tensors(
     return states
 
 
-def _check(parameter: Tensor, plan: Plan, values: Mapping[str, Any] | None) -> None:
+def check_tensors(parameter: Tensor, plan: Plan, values: Mapping[str, Any] | None) -> None:
+    """Refuse what is missing, too much, or has another shape."""
     if values is None:
         return
     wanted = {"step", *plan.layout}

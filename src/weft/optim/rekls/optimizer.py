@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.autocast import outside_autocast
 from weft.comm.dtensor import local_gradient
 from weft.comm.wire import SoloWire
 from weft.optim.owners import Sharded
-from weft.optim.part import Examined, StepPart
-from weft.optim.rekls.checkpoint import load_tensors, save_tensors
+from weft.optim.part import Examined, StepPart, find_listed_twice
+from weft.optim.rekls.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.rekls.placement import find_parameter_fault, find_placements
 from weft.optim.rekls.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.rekls.settings import Settings, find_group_fault
 from weft.optim.rekls.step import Task, Wave
-from weft.optim.saved_state import first_count, take_apart
+from weft.optim.saved_state import agree_to_load, find_state_fault, first_count, take_apart
 
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
@@ -109,6 +110,7 @@ class REKLS(StepPart):
     def _place(self, place: int, group: dict[str, Any]) -> None:
         """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
         parameters, fault = group["params"], find_group_fault(group, tuple(VARIANTS))
+        fault = fault or find_listed_twice("REKLS", parameters, self._tensor_axis.rank)
         for number, parameter in enumerate(parameters):
             fault = fault or find_parameter_fault(number, parameter, group, self._tensor_axis.rank)
         placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
@@ -227,13 +229,24 @@ class REKLS(StepPart):
         saved["state"] = dict(enumerate(save_tensors(parameters, self._plans, self.state)))
         return saved
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
+    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any] | None]]:
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, now in zip(groups, self.param_groups, strict=False):
             group.update({name: now[name] for name in _PLACING})
-        saved, given = take_apart(self, state_dict, groups)
+        return take_apart(self, state_dict, groups)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be loaded."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, values in zip(parameters, self._take_apart(state_dict)[1], strict=True):
+            check_tensors(parameter, self._plans[parameter], values)
+
+    @torch.no_grad()
+    @outside_autocast()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
+        agree_to_load("REKLS", self._axes, find_state_fault(self, state_dict))
+        saved, given = self._take_apart(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         loaded = load_tensors(parameters, self._plans, given)
         super().load_state_dict(saved)
