@@ -6,7 +6,7 @@ from weft.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
 from weft.linear_attention import linear_attention
 from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart, broadcast_parameters, clip_grad_norm_
 from weft.scan import exclusive_scan
-from weft.sequence import sequence, shard, unshard
+from weft.sequence import mean_loss, sequence, shard, unshard
 from weft.world import Machine, VirtualWorld, launch
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "head_strides",
     "launch",
     "linear_attention",
+    "mean_loss",
     "record",
     "sequence",
     "shard",

@@ -61,7 +61,7 @@ PLACES = [
 def test_work_that_raises_is_one_verdict(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, part: str, what: str, error: type[Exception], early: bool
 ) -> None:
-    """On one of three ranks, in any part: the same words on all, nothing changed, the next step as if nothing had been."""
+    """On one of three ranks, in any part: the same words on all, nothing changed, then on as before."""
     trouble = Trouble(monkeypatch, owner, name, error)
 
     def program(axis: weft.Axis, fails: bool) -> tuple[str, bool, list[Tensor]]:
