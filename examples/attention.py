@@ -45,8 +45,7 @@ def train(axis: weft.Axis, steps: int = 60) -> list[float]:
         sequence = weft.sequence(ids.shape[1], layout="zigzag", cu_seqlens=BOUNDS, group=axis)  # once for each batch
         logits = wrapped(ids, sequence).mT  # [B, 10, S]
         loss_sum = nn.functional.cross_entropy(logits, targets, reduction="sum")
-        loss = weft.mean_loss(loss_sum, (targets != -100).sum(), group=axis)  # over the tokens of all ranks
-        loss.backward()
+        (loss := weft.mean_loss(loss_sum, (targets != -100).sum(), group=axis)).backward()  # over all ranks' tokens
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -46,8 +46,7 @@ def train(axis: weft.Axis, steps: int = 60) -> list[float]:
         sequence = weft.sequence(ids.shape[1], group=axis)  # once for each batch: every layer knows all lengths
         logits = model(ids, sequence).flatten(0, 1)
         loss_sum = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
-        loss = weft.mean_loss(loss_sum, targets.numel(), group=axis)  # over the tokens of all ranks
-        loss.backward()
+        (loss := weft.mean_loss(loss_sum, targets.numel(), group=axis)).backward()  # over all ranks' tokens
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -174,7 +174,7 @@ def test_what_one_rank_has_wrong_is_raised_on_all(given: Callable, words: str) -
 @pytest.mark.usefixtures("network")
 def test_losses_without_tokens_are_refused() -> None:
     def program(axis: weft.Axis) -> str:
-        with pytest.raises(ValueError, match="no tokens on any of 2 ranks, but their losses add up to 2.0"):
+        with pytest.raises(ValueError, match="no tokens on any of 2 ranks, but their losses add up to"):
             weft.mean_loss(torch.ones(()), 0, group=axis)
         return "refused"
 

@@ -27,6 +27,7 @@ from weft.optim.saved_state import (
 )
 from weft.optim.sharded_state import check_slices, load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets, flat_of, write_range
+from weft.optim.verdict import join_faults
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,12 @@ class ShardedAdamW(StepPart):
 
     def _place(self, parameters: list[Tensor]) -> None:
         """Cut parameters into buckets and slices, and make the state of what this rank owns."""
-        fault = next((fault for fault in map(find_group_fault, self.param_groups) if fault), None)
-        for group in self.param_groups:
-            fault = fault or find_listed_twice("ShardedAdamW", group["params"], self._axis.rank)
-        for number, parameter in enumerate(parameters):
-            fault = fault or find_parameter_fault(number, parameter, self._axis.rank)
+        rank = self._axis.rank
+        fault = join_faults([
+            *map(find_group_fault, self.param_groups),
+            *(find_listed_twice("ShardedAdamW", group["params"], rank) for group in self.param_groups),
+            *(find_parameter_fault(number, parameter, rank) for number, parameter in enumerate(parameters)),
+        ])  # fmt: skip
         shapes = tuple(tuple(parameter.shape) for parameter in parameters)
         dtypes = tuple(parameter.dtype for parameter in parameters)
         options = _Options(shapes, dtypes, self._bucket_bytes)

@@ -112,7 +112,7 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled() and ctx.size > 1:  # create_graph
             raise NotImplementedError(
-                f"mean_loss: second derivatives are not supported over {ctx.size} ranks: a rank's gradient is {ctx.size} "
-                f"times its share of that of the mean; differentiate the sum of this rank's losses instead"
+                f"mean_loss: second derivatives are not supported over {ctx.size} ranks, where a rank's gradient is "
+                f"{ctx.size} times its share of that of the mean; differentiate the sum of this rank's losses instead"
             )
         return grad * ctx.scale, None, None, None

@@ -21,6 +21,7 @@ from weft.optim.rekls.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.rekls.settings import Settings, find_group_fault
 from weft.optim.rekls.step import Task, Wave
 from weft.optim.saved_state import agree_to_load, find_state_fault, first_count, take_apart
+from weft.optim.verdict import join_faults
 
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
@@ -38,9 +39,10 @@ class REKLS(StepPart):
     | DTensor (tensor parallel, FSDP2, HSDP) | read from it                  | as above, over its mesh            |
     | any, with ``data_group``               | the same on all of that group | and gradients, to be averaged      |
 
-    ``group``: the ranks that plain parameters are sharded or replicated over (None: WORLD). ``data_group``: the ranks
-    whose gradients are still to be averaged, in rank order and at least in fp32. Without it gradients must be averaged
-    already. Shards may be uneven or empty.
+    ``group``: the ranks that plain parameters are sharded or replicated over (None: WORLD; with ``data_group``: none).
+    ``data_group``: the ranks whose gradients are still to be averaged, in rank order and at least in fp32; alone it is
+    all that plain data-parallel training needs. Without it gradients must be averaged already. Shards may be uneven or
+    empty. Ranks must start with the same weights: the first step compares them.
 
     ``variant``: "exact" is the published update, "stable" a well-conditioned one (docs/rekls.md): data- and context-
     parallel runs can follow a single process only with "stable". ``weight_decay_method``: "decoupled", "independent",
@@ -77,7 +79,12 @@ class REKLS(StepPart):
         max_factor_dim: int = 8192,
         on_nonfinite: str = "raise",
     ) -> None:
-        self._begin(Axis.of(group), None if data_group is None else Axis.of(data_group))
+        data_axis = None if data_group is None else Axis.of(data_group)
+        tensor_axis = Axis.of(data_axis if group is None and data_axis is not None else group)
+        self._data_only = data_axis is not None and data_axis.size > 1 and tensor_axis.counter is data_axis.counter
+        if data_axis is not None and tensor_axis.counter is data_axis.counter:
+            tensor_axis = data_axis.subset([data_axis.rank])  # weights are whole on the ranks that average
+        self._begin(tensor_axis, data_axis)
         defaults = {
             "lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps, "weight_decay": weight_decay,
             "weight_decay_method": weight_decay_method, "variant": variant, "max_factor_dim": max_factor_dim,
@@ -109,16 +116,28 @@ class REKLS(StepPart):
 
     def _place(self, place: int, group: dict[str, Any]) -> None:
         """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
-        parameters, fault = group["params"], find_group_fault(group, tuple(VARIANTS))
-        fault = fault or find_listed_twice("REKLS", parameters, self._tensor_axis.rank)
-        for number, parameter in enumerate(parameters):
-            fault = fault or find_parameter_fault(number, parameter, group, self._tensor_axis.rank)
+        parameters, rank = group["params"], (self._data_axis or self._tensor_axis).rank
+        fault = join_faults([
+            find_group_fault(group, tuple(VARIANTS)), self._find_cut_fault(group, rank),
+            find_listed_twice("REKLS", parameters, rank),
+            *(find_parameter_fault(number, parameter, group, rank) for number, parameter in enumerate(parameters)),
+        ])  # fmt: skip
         placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
         self._axes += [axis for axis in axes if axis not in self._axes]
         numbers = [f"parameter {number} of group {place}" for number in range(len(parameters))]
         plans = self._planner.plan(parameters, group.get("param_names", numbers), placements, group)
         self._plans.update(zip(parameters, plans, strict=True))
         self._in_waves = None
+
+    def _find_cut_fault(self, group: dict[str, Any], rank: int) -> Exception | None:
+        """Whether a shard has no ranks to be cut over."""
+        if group["partition_dim"] is None or not self._data_only:
+            return None
+        return ValueError(
+            f"REKLS: partition_dim={group['partition_dim']} says that parameters are shards over group, but the only "
+            f"ranks given are those of data_group, over which they are whole; pass both: group= the ranks that hold the "
+            f"shards, data_group= those whose gradients are averaged (rank {rank})"
+        )
 
     # The verbs of a part.
 
@@ -264,6 +283,7 @@ class REKLS(StepPart):
         super().__setstate__(state)
         if "_on_nonfinite" in state:  # unpickled, in a world of one; torch calls this when it loads a state, too
             self._begin(Axis.over(SoloWire()), None)
+            self._data_only = False
             self._set_up(state["_on_nonfinite"])
             for number, group in enumerate(self.param_groups):
                 self._place(number, group)
@@ -274,6 +294,6 @@ class REKLS(StepPart):
         torch.optim.Optimizer.__setstate__(twin, copy.deepcopy(super().__getstate__(), memo))
         twin._begin(self._tensor_axis, self._data_axis)
         twin._set_up(self._on_nonfinite)
-        twin._axes = list(self._axes)
+        twin._axes, twin._data_only = list(self._axes), self._data_only
         twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}
         return twin

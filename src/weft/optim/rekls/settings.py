@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from weft.optim.verdict import join_faults
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
 ALGORITHMS = ("rekls", "adamw")
@@ -56,24 +59,27 @@ DECAY_METHODS = tuple(_SHRINK)
 
 
 def find_group_fault(group: dict[str, Any], variants: tuple[str, ...]) -> Exception | None:
-    """What is wrong with a parameter group's numbers and options, if anything."""
+    """All that is wrong with a parameter group's numbers and options, if anything."""
+    return join_faults(_group_faults(group, variants))
+
+
+def _group_faults(group: dict[str, Any], variants: tuple[str, ...]) -> Iterator[Exception]:
     lr, decay = float(group["lr"]), group["weight_decay"]
     if not (0 <= lr < float("inf") and 0 <= group["eps"] < float("inf") and 0 <= decay < float("inf")):
-        return ValueError(
+        yield ValueError(
             f"REKLS: lr, eps and weight_decay must be finite and not negative, got {lr}, {group['eps']} and {decay}"
         )
     b1, b2 = group["betas"]
     if not (0 <= b1 < 1 and 0 <= b2 < 1 and 0 <= group["shampoo_beta"] < 1):
-        return ValueError(
+        yield ValueError(
             f"REKLS: betas and shampoo_beta must be in [0, 1), got ({b1}, {b2}) and {group['shampoo_beta']}"
         )
     for name, known in (
         ("weight_decay_method", DECAY_METHODS), ("variant", variants), ("algorithm", ALGORITHMS),
     ):  # fmt: skip
         if group[name] not in known:
-            return ValueError(f"REKLS: {name} {group[name]!r} is not one of {', '.join(known)}")
+            yield ValueError(f"REKLS: {name} {group[name]!r} is not one of {', '.join(known)}")
     if group["max_factor_dim"] < 0:
-        return ValueError(f"REKLS: max_factor_dim must not be negative, got {group['max_factor_dim']}")
+        yield ValueError(f"REKLS: max_factor_dim must not be negative, got {group['max_factor_dim']}")
     if group["partition_dim"] not in (None, 0, 1):
-        return ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {group['partition_dim']!r}")
-    return None
+        yield ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {group['partition_dim']!r}")
