@@ -98,7 +98,8 @@ def test_nobody_is_told_to_install_a_strangers_package() -> None:
 def test_public_names() -> None:
     assert set(weft.__all__) == {
         "Axis", "BigramHashEmbedding", "Machine", "OverlappedStep", "REKLS", "RowAdam", "RowExchange", "ShardedAdamW",
-        "ShardedEmbedding", "StepPart", "VirtualWorld", "attention", "clip_grad_norm_", "exclusive_scan",
-        "head_strides", "launch", "linear_attention", "record", "sequence", "shard", "unshard",
+        "ShardedEmbedding", "StepPart", "VirtualWorld", "attention", "broadcast_parameters", "clip_grad_norm_",
+        "exclusive_scan", "head_strides", "launch", "linear_attention", "mean_loss", "record", "sequence",
+        "shard", "unshard",
     }  # fmt: skip
     assert all(callable(getattr(weft, name)) for name in weft.__all__)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from weft.comm import Axis, record
     from weft.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
     from weft.linear_attention import linear_attention
-    from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart, clip_grad_norm_
+    from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart, broadcast_parameters, clip_grad_norm_
     from weft.scan import exclusive_scan
-    from weft.sequence import sequence, shard, unshard
+    from weft.sequence import mean_loss, sequence, shard, unshard
     from weft.world import Machine, VirtualWorld, launch
 
 __all__ = [
@@ -35,11 +35,13 @@ __all__ = [
     "StepPart",
     "VirtualWorld",
     "attention",
+    "broadcast_parameters",
     "clip_grad_norm_",
     "exclusive_scan",
     "head_strides",
     "launch",
     "linear_attention",
+    "mean_loss",
     "record",
     "sequence",
     "shard",

@@ -34,7 +34,7 @@ class RankError(RuntimeError):
 Fault = tuple[str, str]
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ValueError, TypeError, IndexError, NotImplementedError, DisagreementError, CommError)
+    for kind in (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError, DisagreementError, CommError)
 }
 
 

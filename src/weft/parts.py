@@ -5,8 +5,16 @@ PARTS = {
     "weft.comm": ("Axis", "record"),
     "weft.embedding": ("BigramHashEmbedding", "RowExchange", "ShardedEmbedding"),
     "weft.linear_attention": ("linear_attention",),
-    "weft.optim": ("REKLS", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart", "clip_grad_norm_"),
+    "weft.optim": (
+        "REKLS",
+        "OverlappedStep",
+        "RowAdam",
+        "ShardedAdamW",
+        "StepPart",
+        "broadcast_parameters",
+        "clip_grad_norm_",
+    ),
     "weft.scan": ("exclusive_scan",),
-    "weft.sequence": ("sequence", "shard", "unshard"),
+    "weft.sequence": ("mean_loss", "sequence", "shard", "unshard"),
     "weft.world": ("Machine", "VirtualWorld", "launch"),
 }

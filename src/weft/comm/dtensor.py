@@ -93,6 +93,17 @@ def local_part(value: Tensor, parameter: Tensor) -> Tensor:
     ).to_local()
 
 
+def shard_place(value: Tensor) -> int:
+    """Which shard of a DTensor this rank has, as a number; 0 of a whole one, and of any other tensor."""
+    if not isinstance(value, DTensor):
+        return 0
+    mesh, place = value.device_mesh, 0
+    for index, placement in enumerate(value.placements):
+        if not isinstance(placement, Replicate):
+            place = place * mesh.size(index) + mesh.get_local_rank(index)
+    return place
+
+
 def mesh_axes(parameter: Tensor) -> list[tuple[Axis, int | None]]:
     """The mesh axes of a DTensor with the dimension it is cut along on each, None where it is whole.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
+from weft.comm.autocast import outside_autocast
 from weft.comm.dtensor import is_dtensor, whole_of
 from weft.embedding import RowTable
 
@@ -26,6 +27,7 @@ class _Options:
 
 
 @torch.no_grad()
+@outside_autocast()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,

@@ -87,7 +87,7 @@ class EarlyGradients:
     def _leave(self) -> None:
         if self._run is None:
             self._run = self._make_run()
-            self._run.begin(self._expected, compared=False)
+            self._run.begin(self._expected)
         unit = self._scatter[self._next]
         for parameter in unit.part.buckets()[unit.bucket]:
             grad = None if parameter.grad is None else local_of(parameter.grad)
@@ -101,7 +101,7 @@ class EarlyGradients:
             self._leave()
         if self._run is None:  # there are no units
             self._run = self._make_run()
-            self._run.begin(self._expected, compared=False)
+            self._run.begin(self._expected)
         return self._run, self._expected
 
     @property

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from weft.optim.orders import Orders
+from weft.optim.part import StepPart
+from weft.optim.saved_state import find_state_fault
 
 _SCATTER, _WORK = "scatter_order", "work_order"  # in the first group: checkpoints keep groups and states only
 
@@ -25,6 +27,20 @@ def join_states(states: Sequence[Mapping[str, Any]], orders: Orders) -> dict[str
         before += count
     joined["param_groups"][0].update({_SCATTER: list(orders.scatter), _WORK: list(orders.work)})
     return joined
+
+
+def read_states(
+    state_dict: Mapping[str, Any], parts: Mapping[str, StepPart]
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """What each part loads, and why some part cannot, if so."""
+    try:
+        halves = split_state(state_dict, parts)
+    except ValueError as error:
+        return [], error
+    except (KeyError, TypeError, AttributeError) as error:
+        return [], ValueError(f"OverlappedStep: the state cannot be read ({type(error).__name__}: {error})")
+    faults = (find_state_fault(part, one) for part, one in zip(parts.values(), halves, strict=True))
+    return halves, next((fault for fault in faults if fault is not None), None)
 
 
 def split_state(

@@ -15,14 +15,16 @@ from weft.comm import Axis
 from weft.comm.arguments import read
 from weft.optim.early_gradients import EarlyGradients
 from weft.optim.explain import Explanation
-from weft.optim.joined_state import join_states, read_orders, split_state
+from weft.optim.joined_state import join_states, read_orders, read_states
 from weft.optim.orders import Orders, find_scatter_fault, list_units, name_parts, read_order
 from weft.optim.part import StepPart, call_closure
 from weft.optim.row_adam import RowAdam
+from weft.optim.saved_state import agree_to_load
 from weft.optim.step_faults import check_parts
 from weft.optim.step_record import StepRecord
 from weft.optim.step_run import StepRun, Unit, union_of_axes
 from weft.optim.tune import Tuning, tune
+from weft.optim.verdict import tell_all
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,9 @@ class OverlappedStep(torch.optim.Optimizer):
                 part.cut(bucket_bytes)
             if isinstance(part, RowAdam):
                 part.collect_late()
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        # What all parts have: schedulers look there whether momentum can be cycled by betas.
+        common = {name: value for name, value in parts[0].defaults.items() if all(name in p.defaults for p in parts)}
+        super().__init__([group for part in parts for group in part.param_groups], common)
         self._refresh()
         self._rank = self._axes[-1].rank if self._axes else 0
         self._early = EarlyGradients(self._make_run) if overlap_backward else None
@@ -208,16 +212,25 @@ class OverlappedStep(torch.optim.Optimizer):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. All ranks must call it where gradients may be under way: these are waited for and dropped."""
+        """As torch's. With ``overlap_backward`` all ranks must call it: what is under way is waited for and dropped."""
         self._drop_early()
         for part in self.parts.values():
             part.zero_grad(set_to_none)
 
     def _drop_early(self) -> None:
-        """Wait for gradients that left in the backward, and forget that they did."""
-        if self._early is not None and self._early.has_begun:
+        """Wait for gradients that left in the backward, and forget that they did.
+
+        Ranks tell each other whether any have left: a rank whose backward failed sends what the others wait for.
+        """
+        if self._early is None:
+            return
+        begun = tell_all(
+            self._axes, "OverlappedStep.zero_grad", None, [int(self._early.has_begun)],
+            lambda axis, told: [max(row[0] for row in told)],
+        )[0]  # fmt: skip
+        if begun:
             self._early.take()[0].drop()
-            self._arm()
+        self._arm()
 
     def explain(self) -> Explanation:
         """What the last step sent, what of it was hidden and what was exposed, by part, on this rank."""
@@ -301,7 +314,8 @@ class OverlappedStep(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; from any number of ranks, and from one ``torch.optim.AdamW`` of the same groups."""
-        halves = split_state(state_dict, self.parts)
+        halves, fault = read_states(state_dict, self.parts)
+        agree_to_load("OverlappedStep", self._axes, fault)  # all parts load, or none
         for part, one in zip(self.parts.values(), halves, strict=True):
             part.load_state_dict(one)
         self._refresh()

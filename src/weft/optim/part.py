@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from weft.comm.dtensor import local_of
 from weft.comm.ledger import Event
 from weft.optim.group_faults import find_option_fault
 from weft.optim.step_run import StepRun, Unit
+from weft.optim.verdict import is_lost
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _PARTS = "the parts of a step are start(), work() and finish()"
 
@@ -27,6 +29,17 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def find_listed_twice(label: str, parameters: Iterable[Tensor], rank: int) -> Exception | None:
+    """torch only warns of a parameter that stands twice in a group; it would be stepped twice."""
+    first: dict[int, int] = {}
+    for number, parameter in enumerate(parameters):
+        if (before := first.setdefault(id(parameter), number)) != number:
+            return ValueError(
+                f"{label}: parameter {number} of a group is parameter {before} again; list each once (rank {rank})"
+            )
+    return None
 
 
 @dataclass
@@ -62,10 +75,11 @@ class StepPart(torch.optim.Optimizer):
     `squared_norm` (only needed with ``clip``) and `work_ahead` (what does not depend on the scale of gradients).
 
     ``settle(False)`` may come when nothing was worked on: wait for what is under way and drop it. Where work cannot
-    be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted.
+    be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted. What ``work_on``
+    raises does the same, and is raised on every rank; where others wait for results, compute these in `attempt`, so
+    that something is sent all the same.
     """
 
-    fails_late = True  # whether work can fail although all gradients are finite
     sends_in_step = True  # whether gradients wait for the step, and are not sent in the backward already
 
     def __init__(
@@ -82,8 +96,9 @@ class StepPart(torch.optim.Optimizer):
         self._run: StepRun | None = None  # the step under way
         self._next = "start"  # what may be called
         self.present: Collection[Tensor] = ()  # parameters with gradients, in the step under way
-        self.tentative = True  # whether the step under way may yet be dropped
         self.failed = 0
+        self.error: Exception | None = None  # what the work raised that nobody had expected
+        self.compares_weights = True  # in the next step: whether ranks have the same of what is replicated
         self.norm: float | None = None  # of the last step's gradients, with clip
 
     # What a subclass has.
@@ -127,9 +142,27 @@ class StepPart(torch.optim.Optimizer):
         )  # fmt: skip
         return (None, options) if isinstance(options, Exception) else (options, None)
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def replicated_over(self, parameter: Tensor) -> list[Axis]:
+        """The axes over whose ranks a parameter must be the same: that is compared before the first step."""
+        return []
+
+    def begin(self, present: Collection[Tensor]) -> None:
         """A step begins, in which these parameters have gradients on every rank."""
-        self.present, self.tentative, self.failed = present, tentative, 0
+        self.present, self.failed, self.error = present, 0, None
+
+    def attempt(self, number: int | None, work: Callable[[], T], instead: Callable[[], T]) -> T:
+        """What ``work()`` gives; if it raises, on the parameter of this number, that is noted and ``instead()`` taken.
+
+        No rank's step is then accepted, and all raise. Messages belong outside: a lost group is not noted but raised.
+        """
+        try:
+            return work()
+        except Exception as error:
+            if is_lost(error):
+                raise
+            if self.error is None:
+                self.error, self.failed = error, 0 if number is None else 1 + number
+            return instead()
 
     def send(self, bucket: int) -> None:
         """Start the gradients of a bucket on their way."""
@@ -168,6 +201,19 @@ class StepPart(torch.optim.Optimizer):
     def explain_failure(self, name: str) -> str:
         """In words: what ``failed`` means for the parameter ``name``."""
         return f"the update of {name} could not be computed"
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be loaded. Nothing is sent or changed."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        self.compares_weights = True
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        self.compares_weights = True
+        super().add_param_group(param_group)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """This rank's part of a gradient; zeros where others have one and this rank, against the rules, has not."""

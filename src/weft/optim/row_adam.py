@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -170,9 +170,9 @@ class RowAdam(StepPart):
         present = [weight.row_table.has_gradient for weight in weights]
         return Examined(weights, names, present, [None] * len(weights), settings, fault)
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def begin(self, present: Collection[Tensor]) -> None:
         """Take the tables that have gradients."""
-        super().begin(present, tentative)
+        super().begin(present)
         self._updates = []
         for group in self.param_groups:
             for weight in group["params"]:
@@ -266,10 +266,9 @@ class RowAdam(StepPart):
             saved["state"][number] = {"step": self.state[weight]["step"].clone(), **whole}
         return saved
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; also from another number of ranks, and from ``torch.optim.Adam`` or ``AdamW`` of the table."""
-        saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be loaded."""
+        _, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, (values, weight) in enumerate(zip(given, weights, strict=True)):
             table = weight.row_table
@@ -280,6 +279,13 @@ class RowAdam(StepPart):
                         f"RowAdam: {name} of parameter {number} is {list(shape)} in the state, but the table is "
                         f"{[table.ownership.rows, weight.shape[1]]} (rank {table.axis.rank})"
                     )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; also from another number of ranks, and from ``torch.optim.Adam`` or ``AdamW`` of the table."""
+        self.check_state(state_dict)
+        saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
+        weights = [weight for group in self.param_groups for weight in group["params"]]
         for weight in weights:  # the steps that rows have missed were made with the old moments
             self.catch_up(weight.row_table, None)
         own_state = {weight: self.state[weight] for weight in weights}

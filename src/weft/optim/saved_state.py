@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.optim.verdict import tell_all
+
+if TYPE_CHECKING:
+    from weft.optim.part import StepPart
 
 # Options of Adam's param groups that ours do not have: saved with the values that mean the same.
 OF_TORCH = {
@@ -14,15 +21,43 @@ OF_TORCH = {
 }  # fmt: skip
 
 
+def first_count() -> Tensor:
+    """The number of steps made: fp32 as torch's, whatever the default dtype is (bf16 ends at 256)."""
+    return torch.tensor(0.0, dtype=torch.float32)
+
+
 def keep_own_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Saved param groups with the options that the optimizer's groups have, and no others."""
     groups = [dict(group) for group in saved]
+    for other in ("amsgrad", "maximize"):
+        if any(group.get(other) for group in groups):
+            raise ValueError(
+                f"{type(optimizer).__name__}: the state is of an optimizer with {other}=True, which this is not"
+            )
     for group, now in zip(groups, optimizer.param_groups, strict=False):
-        for name in optimizer.defaults:
+        for name in set(optimizer.defaults) & set(now):  # torch adds a default of its own when it loads a state
             group.setdefault(name, now[name])
         for name in set(group) - set(now):
             del group[name]
     return groups
+
+
+def find_state_fault(part: StepPart, state_dict: Mapping[str, Any]) -> Exception | None:
+    """Why a part cannot load a state, if it cannot."""
+    try:
+        part.check_state(state_dict)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return error
+    except Exception as error:  # whatever the state is, the other ranks must hear of it
+        return ValueError(f"{type(part).__name__}: the state cannot be read ({type(error).__name__}: {error})")
+    return None
+
+
+def agree_to_load(label: str, axes: Sequence[Axis], fault: Exception | None) -> None:
+    """Raise the fault of one rank on all, before any of them loads anything."""
+    tell_all(
+        [axis for axis in axes if axis.size > 1], f"{label}.load_state_dict", None, [], lambda axis, told: [], fault
+    )
 
 
 def take_apart(
@@ -32,10 +67,14 @@ def take_apart(
 
     torch casts tensors to the dtype of their parameter when it loads them, so they are loaded apart.
     """
-    numbers = [number for group in groups for number in group["params"]]
+    numbers, name = [number for group in groups for number in group["params"]], type(optimizer).__name__
     own = sum(len(group["params"]) for group in optimizer.param_groups)
     if len(numbers) != own:
-        name = type(optimizer).__name__
         raise ValueError(f"{name}: the state has {len(numbers)} parameters, this optimizer {own}")
+    sizes = [[len(group["params"]) for group in some] for some in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{name}: the groups of the state have {sizes[0]} parameters, those of this optimizer {sizes[1]}"
+        )
     tensors = state_dict["state"]
     return {**state_dict, "state": {}, "param_groups": list(groups)}, [tensors.get(number) for number in numbers]

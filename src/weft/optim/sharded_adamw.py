@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,14 +13,24 @@ from torch.optim.adamw import adamw
 
 from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
+from weft.comm.autocast import outside_autocast
 from weft.errors import as_told
 from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
 from weft.optim.group_faults import find_option_fault, first_group_fault
-from weft.optim.owners import Averaged, Held, Owners, Route, Travel
-from weft.optim.part import Examined, StepPart
-from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
-from weft.optim.sharded_state import load_slices, save_slices
+from weft.optim.owners import Averaged, Held, Owners, Route
+from weft.optim.part import Examined, StepPart, find_listed_twice
+from weft.optim.pieces import Bucket, Piece
+from weft.optim.saved_state import (
+    OF_TORCH,
+    agree_to_load,
+    find_state_fault,
+    first_count,
+    keep_own_options,
+    take_apart,
+)
+from weft.optim.sharded_state import check_slices, load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets, flat_of, write_range
+from weft.optim.verdict import join_faults
 
 _ADD = "ShardedAdamW.add_param_group"
 
@@ -32,30 +43,6 @@ class _Options:
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...]  # their types
     bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A range of a flattened parameter and the rank that owns it."""
-
-    parameter: Tensor
-    where: Range
-    route: Route
-
-
-@dataclass
-class _Bucket:
-    """Pieces that travel together, in the step under way. ``states``: what owned pieces' states will be."""
-
-    pieces: list[_Piece]
-    gradients: Travel | None = None
-    arrived: Held | None = None
-    weights: Travel | None = None
-    states: list[tuple[_Piece, dict[str, Tensor]]] = field(default_factory=list)
-
-    @property
-    def routes(self) -> list[Route]:
-        return [piece.route for piece in self.pieces]
 
 
 class ShardedAdamW(StepPart):
@@ -105,10 +92,10 @@ class ShardedAdamW(StepPart):
         if fault := fault or find_option_fault("ShardedAdamW", on_nonfinite, clip, self._axis.rank):
             self._axis.refuse(_ADD, fault, tell=0)
         self._owners = Owners([self._axis] if self._axis.size > 1 else [])
-        self._buckets: list[list[_Piece]] = []
+        self._buckets: list[list[Piece]] = []
         self._ranges: dict[Tensor, list[Range]] = {}
         self._names: dict[Tensor, str] = {}
-        self._under_way: list[_Bucket] = []
+        self._under_way: list[Bucket] = []
         self._looked_for_wrappers = False
         self._waiting: list[Tensor] | None = []  # parameters of the constructor's groups, which share buckets
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -143,12 +130,12 @@ class ShardedAdamW(StepPart):
 
     def _read_parameters(self, parameters: list[Tensor]) -> _Options | Exception:
         rank = self._axis.rank
-        if fault := first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, rank):
-            return fault
-        for number, parameter in enumerate(parameters):
-            if fault := find_parameter_fault(number, parameter, rank):
-                return fault
-        return _Options(
+        fault = join_faults([
+            first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, rank),
+            *(find_listed_twice("ShardedAdamW", group["params"], rank) for group in self.param_groups),
+            *(find_parameter_fault(number, parameter, rank) for number, parameter in enumerate(parameters)),
+        ])  # fmt: skip
+        return fault or _Options(
             tuple(tuple(parameter.shape) for parameter in parameters),
             tuple(parameter.dtype for parameter in parameters),
             tuple(parameter.device.type for parameter in parameters),
@@ -172,7 +159,7 @@ class ShardedAdamW(StepPart):
             for parameter, ranges in zip(some, cut_bucket([p.numel() for p in some], self._axis.size), strict=True):
                 self._ranges[parameter] = ranges
                 self._buckets[-1] += [
-                    _Piece(parameter, (start, stop), self._route(parameter, stop - start, rank))
+                    Piece(parameter, (start, stop), self._route(parameter, stop - start, rank))
                     for rank, (start, stop) in enumerate(ranges) if stop > start
                 ]  # fmt: skip
                 self.state[parameter] = self._fresh(parameter)
@@ -184,7 +171,7 @@ class ShardedAdamW(StepPart):
     def _fresh(self, parameter: Tensor) -> dict[str, Any]:
         start, stop = self._ranges[parameter][self._axis.rank]
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        state: dict[str, Any] = {"step": torch.tensor(0.0)}
+        state: dict[str, Any] = {"step": first_count()}
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros(stop - start, dtype=wide, device=parameter.device)
         if wide != parameter.dtype:
@@ -192,8 +179,6 @@ class ShardedAdamW(StepPart):
         return state
 
     # The verbs of a part.
-
-    fails_late = False  # the mean of what is finite is finite, and so is the step
 
     def step_axes(self) -> list[Axis]:
         """The axis of ``group``."""
@@ -210,6 +195,10 @@ class ShardedAdamW(StepPart):
         """By ``bucket_bytes``, the last parameters first."""
         return [list(dict.fromkeys(piece.parameter for piece in bucket)) for bucket in self._buckets]
 
+    def replicated_over(self, parameter: Tensor) -> list[Axis]:
+        """The axis of ``group``: weights are whole on every rank."""
+        return self.step_axes()
+
     def examine(self) -> Examined:
         """Which gradients are here, and whether somebody else averages them."""
         found = super().examine()
@@ -221,10 +210,10 @@ class ShardedAdamW(StepPart):
             found.fault = found.fault or find_wrapper_fault(self._names, self._axis.rank)
         return found
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def begin(self, present: Collection[Tensor]) -> None:
         """Take the pieces of what has gradients."""
-        super().begin(present, tentative)
-        self._under_way = [_Bucket([piece for piece in some if piece.parameter in present]) for some in self._buckets]
+        super().begin(present)
+        self._under_way = [Bucket([piece for piece in some if piece.parameter in present]) for some in self._buckets]
 
     def send(self, bucket: int) -> None:
         """Start gradients to the owners of their slices."""
@@ -232,7 +221,7 @@ class ShardedAdamW(StepPart):
         grads = [flat_of(self.gradient_of(piece.parameter))[slice(*piece.where)] for piece in one.pieces]
         one.gradients = self._owners.gather("ShardedAdamW", one.routes, grads)
 
-    def _arrive(self, one: _Bucket) -> Held:
+    def _arrive(self, one: Bucket) -> Held:
         if one.arrived is None:
             assert one.gradients is not None
             one.arrived, one.gradients = one.gradients.wait(), None
@@ -250,20 +239,26 @@ class ShardedAdamW(StepPart):
         """AdamW on the slices this rank owns; new weights start on their way to all."""
         one = self._under_way[bucket]
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        mine: Held = []
-        for piece, grad in zip(one.pieces, self._arrive(one), strict=True):
-            mine.append(None if grad is None else self._step(one, piece, grad, scale, groups[piece.parameter]))
+        numbers = {p: number for number, p in enumerate(groups)}
+        mine: Held = [None] * len(one.pieces)
+        for place, (piece, grad) in enumerate(zip(one.pieces, self._arrive(one), strict=True)):
+            if grad is not None:
+                step = partial(self._step, one, piece, grad, scale, groups[piece.parameter])
+                mine[place] = self.attempt(numbers[piece.parameter], step, piece.own)
         one.arrived = []
         one.weights = self._owners.scatter("ShardedAdamW", one.routes, mine)
 
-    def _step(self, one: _Bucket, piece: _Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
-        """The piece after the step, in its parameter's dtype. What may yet be dropped is computed on copies."""
-        state, own = self.state[piece.parameter], flat_of(piece.parameter)[slice(*piece.where)]
-        new = {name: state[name] for name in ("exp_avg", "exp_avg_sq", "master") if name in state}
-        wide = new.get("master", own)
-        if self.tentative:
-            new = {name: value.clone() for name, value in new.items()}
-            wide = new["master"] if "master" in new else own.clone()
+    def _step(self, one: Bucket, piece: Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
+        """The piece after the step, in its parameter's dtype. The step may yet be dropped, so it is made on copies.
+
+        A master follows a weight that was changed since the last step (loaded, clamped, made anew): where the weight is
+        not the rounded master, it is taken instead.
+        """
+        state, own = self.state[piece.parameter], piece.own()
+        new = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+        if "master" in state:
+            new["master"] = torch.where(state["master"].to(own.dtype) == own, state["master"], own)
+        wide = new["master"] if "master" in new else own.clone()
         one.states.append((piece, new))
         grad = grad.to(wide.dtype)
         adamw(
@@ -307,12 +302,20 @@ class ShardedAdamW(StepPart):
         saved["state"] = dict(enumerate(save_slices(self._axis, parameters, self._ranges, self.state)))
         return saved
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be loaded."""
+        _, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        check_slices(parameters, self._names, self.state, given)
+
     @torch.no_grad()
+    @outside_autocast()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; from any number of ranks, and from ``torch.optim.AdamW``. All ranks must call it."""
+        agree_to_load("ShardedAdamW", [self._axis], find_state_fault(self, state_dict))
         saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         fresh = [self._fresh(parameter) for parameter in parameters]
-        states = load_slices(self._axis, parameters, self._ranges, fresh, given, self._names)
+        states = load_slices(self._axis, parameters, self._ranges, fresh, given)
         super().load_state_dict(saved)
         self.state.update(zip(parameters, states, strict=True))

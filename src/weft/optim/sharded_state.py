@@ -44,23 +44,34 @@ def save_slices(
     return saved
 
 
+def check_slices(
+    parameters: Sequence[Tensor], names: Mapping[Tensor, str], state: Mapping[Tensor, dict[str, Any]],
+    given: Sequence[Mapping[str, Any] | None],
+) -> None:  # fmt: skip
+    """Refuse what is missing or has another shape. A state of torch's AdamW has no masters."""
+    for parameter, values in zip(parameters, given, strict=True):
+        for name in state[parameter] if values is not None else ():
+            assert values is not None
+            if name == "step":
+                float(values[name])
+            elif name in values or name != "master":
+                found = list(values[name].shape) if name in values else "missing"
+                if found != list(parameter.shape):
+                    raise ValueError(
+                        f"ShardedAdamW: {name} of {names[parameter]} is {found} in the state, not "
+                        f"{list(parameter.shape)}"
+                    )
+
+
 def load_slices(
     axis: Axis, parameters: Sequence[Tensor], ranges: Ranges, fresh: list[dict[str, Any]],
-    given: Sequence[Mapping[str, Any] | None], names: Mapping[Tensor, str],
+    given: Sequence[Mapping[str, Any] | None],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """``fresh`` states with what was ``given``, cut into this rank's slices. Checks all of it first."""
-    items = []
-    for at, values in enumerate(given):
-        for name in fresh[at]:
-            if values is None or name == "step" or (name not in values and name == "master"):
-                continue  # a state of torch's AdamW: the weights are what there is
-            if name not in values or values[name].shape != parameters[at].shape:
-                found = list(values[name].shape) if name in values else "missing"
-                raise ValueError(
-                    f"ShardedAdamW: {name} of {names[parameters[at]]} is {found} in the state, not "
-                    f"{list(parameters[at].shape)}"
-                )
-            items.append((at, name, values[name]))
+    """``fresh`` states with what was ``given`` and checked, cut into this rank's slices."""
+    items = [
+        (at, name, values[name]) for at, values in enumerate(given) if values is not None
+        for name in fresh[at] if name != "step" and name in values  # without a master the weights are what there is
+    ]  # fmt: skip
     trading: list[tuple[int, str, Tensor]] = []
     for at, name, value in items:
         target = fresh[at][name]

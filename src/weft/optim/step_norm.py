@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def norm_of(label: str, units: Sequence[Unit], axes: Sequence[Axis], record: Ste
             if kind not in kinds:
                 kinds.append(kind)
                 squares.append(torch.zeros((), dtype=torch.float64))
-            squares[kinds.index(kind)] += unit.part.squared_norm(unit.bucket).cpu()
+            squares[kinds.index(kind)] += _squared_norm(unit).cpu()
     mine = torch.stack(squares) if squares else torch.zeros(1, dtype=torch.float64)
     done: set[int] = set()
     later: list[Axis] = []
@@ -47,7 +48,7 @@ def norm_of(label: str, units: Sequence[Unit], axes: Sequence[Axis], record: Ste
         coming = _share(label, axis, mine, record)
         for unit in units if place == 0 else ():
             with record.working(unit):
-                unit.part.work_ahead(unit.bucket)
+                _work_ahead(unit)
         every = _take(coming, record)
         own, done = id(axis.counter), {*done, id(axis.counter)}
         if any(own not in kind and not kind <= done for kind in kinds):
@@ -61,6 +62,16 @@ def norm_of(label: str, units: Sequence[Unit], axes: Sequence[Axis], record: Ste
     for axis in later:
         total = _take(_share(label, axis, total, record), record)[0]
     return float(total)
+
+
+def _squared_norm(unit: Unit) -> Tensor:
+    """Not a number where it cannot be computed: no rank then works on anything."""
+    nothing = torch.tensor(math.nan, dtype=torch.float64)
+    return unit.part.attempt(None, lambda: unit.part.squared_norm(unit.bucket), lambda: nothing)
+
+
+def _work_ahead(unit: Unit) -> None:
+    unit.part.attempt(None, lambda: unit.part.work_ahead(unit.bucket), lambda: None)
 
 
 def _share(label: str, axis: Axis, mine: Tensor, record: StepRecord) -> Pending[list[Tensor]]:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import read
+from weft.comm.autocast import outside_autocast
 from weft.optim.gradients import compare_gradients
+from weft.optim.same_weights import compare_weights
 from weft.optim.step_norm import norm_of
 from weft.optim.step_record import StepRecord
-from weft.optim.verdict import tell_all
+from weft.optim.verdict import is_lost, tell_all
 
 if TYPE_CHECKING:
     from weft.optim.part import Examined, StepPart
@@ -60,10 +62,15 @@ def work_in_order(units: Sequence[Unit], scale: float, record: StepRecord) -> No
                 with record.sending(ahead):
                     ahead.part.advance(ahead.bucket)
         with record.working(unit):
-            unit.part.work_on(unit.bucket, scale)
+            _work_on(unit, scale)
         for behind in units[max(0, place - 1) : place]:
             with record.returning(behind):
                 behind.part.advance(behind.bucket)
+
+
+def _work_on(unit: Unit, scale: float) -> None:
+    """Work on one unit; what it raises is noted, and the others are worked on all the same: ranks wait for them."""
+    unit.part.attempt(None, lambda: unit.part.work_on(unit.bucket, scale), lambda: None)
 
 
 class StepRun:
@@ -72,10 +79,13 @@ class StepRun:
     | crosses ranks | what                                                           | when                          |
     |---------------|----------------------------------------------------------------|-------------------------------|
     | integers      | who has which gradients, settings, faults                      | `start`; `work_on_sent`       |
+    | integers      | digests of replicated weights, in the first step               | `start`; `work_on_sent`       |
     | gradients     | as the parts send them, in the order of ``scatter``            | `start`, or before it         |
     | scalars       | squared norms, with ``clip``                                   | `work`, under ``work_ahead``  |
     | results       | as the parts return them, in the order of ``work``             | `work`                        |
-    | integers      | whether all work succeeded, where that is not known before     | `finish`, beside the results  |
+    | integers      | whether all work succeeded                                     | `finish`, beside the results  |
+
+    All of it happens outside autocast.
     """
 
     def __init__(
@@ -90,27 +100,25 @@ class StepRun:
         self._settings = settings
         self._label, self._parts, self._rehearsal = label, dict(parts), rehearsal
         self._axes = union_of_axes(list(parts.values()))
-        self._tentative = rehearsal or any(part.fails_late for part in self._parts.values())
         self._reason: str | None = None  # why nothing will be changed
         self._names: list[str] = []
         self._stays = False
         self._begun = False  # whether parts have something to settle
         self.record = record or StepRecord()
 
-    def begin(self, present: Sequence[Tensor], compared: bool = True) -> None:
-        """Let all parts begin a step in which these parameters have gradients.
-
-        Where ranks have not ``compared`` them yet, all work may turn out to be in vain.
-        """
+    @outside_autocast()
+    def begin(self, present: Sequence[Tensor]) -> None:
+        """Let all parts begin a step in which these parameters have gradients."""
         self._begun = True
-        self._tentative = self._tentative or not compared
         for part in self._parts.values():
-            part.begin(set(present) & {p for group in part.param_groups for p in group["params"]}, self._tentative)
+            part.begin(set(present) & {p for group in part.param_groups for p in group["params"]})
 
+    @outside_autocast()
     def send(self, units: Sequence[Unit]) -> None:
         """Start the gradients of some units, in this order."""
         send_in_order(units, self.record)
 
+    @outside_autocast()
     def compare(self, found_inf: Tensor | None = None, fault: Exception | None = None) -> list[Tensor]:
         """The parameters that have gradients, the same on every rank; or what is wrong is raised on all of them."""
         with self.record.examining():
@@ -121,6 +129,7 @@ class StepRun:
                 findings = compare_gradients(
                     self._label, joined, self._axes, found_inf=bool(found_inf is not None and found_inf > 0)
                 )
+                compare_weights(self._label, list(self._parts.values()), joined.names, self._axes)
         except BaseException:
             self.drop()
             raise
@@ -180,6 +189,7 @@ class StepRun:
             joined.fault = joined.fault or one.fault
         return joined
 
+    @outside_autocast()
     def work(self, units: Sequence[Unit], clip: float | None = None, grad_scale: Tensor | None = None) -> float | None:
         """Work on the units, in this order; the norm of all gradients, if they are clipped.
 
@@ -208,14 +218,35 @@ class StepRun:
             before += sum(len(group["params"]) for group in part.param_groups)
         return 0
 
+    def _unexpected(self) -> RuntimeError | None:
+        """In words for all ranks: what the work of a part raised here."""
+        before, rank = 0, self._axes[-1].rank if self._axes else 0
+        for name, part in self._parts.items():
+            if (error := part.error) is not None:
+                what = f"on {self._names[before + part.failed - 1]}" if part.failed else f"of {name}"
+                fault = RuntimeError(
+                    f"{self._label}: the work {what} raised {type(error).__name__}: {error} (rank {rank}); weights and "
+                    f"state are as before"
+                )
+                fault.__cause__ = error
+                return fault
+            before += sum(len(group["params"]) for group in part.param_groups)
+        return None
+
+    @outside_autocast()
     def finish(self) -> str | None:
         """Hear whether all ranks' work succeeded, take what comes back; why nothing was changed, if that is so."""
-        if self._tentative and not self._stays:
-            with self.record.telling():
-                failed = tell_all(
-                    self._axes, f"{self._label}.finish", _Verdict(len(self._names)), [self._failure()],
-                    lambda axis, told: list(next((row for row in told if row[0]), told[0])),
-                )[0]  # fmt: skip
+        if not self._stays:
+            try:
+                with self.record.telling():
+                    failed = tell_all(
+                        self._axes, f"{self._label}.finish", _Verdict(len(self._names)), [self._failure()],
+                        lambda axis, told: list(next((row for row in told if row[0]), told[0])), self._unexpected(),
+                    )[0]  # fmt: skip
+            except RuntimeError as error:
+                if not is_lost(error):
+                    self.drop()
+                raise
             self._reason = self._explain(failed - 1) if failed else self._reason
         self._settle(self._reason is None and not self._stays and not self._rehearsal)
         return self._reason
@@ -236,6 +267,7 @@ class StepRun:
             with self.record.settling(name):
                 part.settle(accepted)
 
+    @outside_autocast()
     def drop(self) -> None:
         """Wait for what is under way and forget it."""
         self._settle(False)

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from weft.comm import Axis
+from weft.errors import CommError, DeadlockError, DisagreementError, NcclRuleError, RankError
 
 Merge = Callable[[Axis, list[tuple[int, ...]]], list[int]]
+_SHOWN = 8  # faults that are told in one error
+_LOST = (CommError, DeadlockError, DisagreementError, NcclRuleError, RankError)
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an error tells of the group, so that nobody can be told of it any more."""
+    return isinstance(error, _LOST)
+
+
+def join_faults(faults: Iterable[Exception | None]) -> Exception | None:
+    """All that is wrong as one error, of the kind of the first: nobody is sent from one refusal to the next.
+
+    >>> join_faults([None, ValueError("REKLS: one"), TypeError("REKLS: two")])
+    ValueError('REKLS: one; and two')
+    """
+    found = [fault for fault in faults if fault is not None]
+    if not found:
+        return None
+    words = [str(found[0]), *(str(fault).partition(": ")[2] for fault in found[1:_SHOWN])]
+    more = [f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return type(found[0])("; and ".join([*words, *more]))
 
 
 def tell_all(
@@ -29,6 +51,10 @@ def tell_all(
             call = axis.begin(operation, options, tell=known, fault=fault)
             known, fault = merge(axis, call.told.wait()), None
         except (ValueError, TypeError, NotImplementedError) as error:
+            fault = error
+        except RuntimeError as error:
+            if is_lost(error):
+                raise
             fault = error
     if fault is not None:
         raise fault

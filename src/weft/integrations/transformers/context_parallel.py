@@ -30,7 +30,8 @@ class ContextParallel:
 
         cp = ContextParallel(mesh["cp"])
         cp.enable(model)
-        loss = model(**cp.shard(batch)).loss      # this rank's share: the ranks' losses and gradients are to be summed
+        share = model(**cp.shard(batch)).loss     # this rank's share of the mean
+        weft.mean_loss(share, group=mesh["cp"]).backward()     # gradients are then averaged over the ranks
 
     >>> import torch
     >>> part = ContextParallel().shard({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})

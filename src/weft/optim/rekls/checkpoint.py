@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from weft.comm.dtensor import (
@@ -26,6 +25,7 @@ from weft.comm.dtensor import (
 )
 from weft.optim.owners import Averaged, Owners, Replicated, Role, Route, Sharded
 from weft.optim.rekls.plan import Plan
+from weft.optim.saved_state import first_count
 
 Given = Sequence[Mapping[str, Any] | None]
 
@@ -52,9 +52,7 @@ def save_tensors(
 def load_tensors(
     parameters: Sequence[Tensor], plans: Mapping[Tensor, Plan], given: Given
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The state of each parameter as this rank holds it. Checks all of it first; every rank must call it."""
-    for parameter, values in zip(parameters, given, strict=True):
-        _check(parameter, plans[parameter], values)
+    """The state of each parameter, which was checked, as this rank holds it. Every rank must call it."""
     items = [(index, plans[parameter], name) for index, parameter in enumerate(parameters)
              for name in plans[parameter].layout if given[index] is not None]  # fmt: skip
     wholes: list[Tensor | None] = [None] * len(items)
@@ -69,7 +67,7 @@ def load_tensors(
     held = _cut([(plan, whole) for (_, plan, _), whole in zip(items, wholes, strict=True)])
     states = []
     for parameter, values in zip(parameters, given, strict=True):
-        step = torch.tensor(0.0 if values is None else float(values["step"]))
+        step = first_count().fill_(0.0 if values is None else float(values["step"]))
         state = {"step": step} if values is not None else {"step": step, **plans[parameter].fresh(parameter.device)}
         states.append(state)
     for (index, _, name), tensor in zip(items, held, strict=True):
@@ -81,7 +79,8 @@ def load_tensors(
     return states
 
 
-def _check(parameter: Tensor, plan: Plan, values: Mapping[str, Any] | None) -> None:
+def check_tensors(parameter: Tensor, plan: Plan, values: Mapping[str, Any] | None) -> None:
+    """Refuse what is missing, too much, or has another shape."""
     if values is None:
         return
     wanted = {"step", *plan.layout}

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.arguments import at
+from weft.comm.arguments import at, read
+from weft.comm.autocast import outside_autocast
 from weft.comm.dtensor import local_gradient
 from weft.comm.wire import SoloWire
 from weft.errors import as_told
 from weft.optim.group_faults import find_option_fault, first_group_fault, list_params
-from weft.optim.part import Examined, StepPart
-from weft.optim.rekls.checkpoint import load_tensors, save_tensors
+from weft.optim.owners import Sharded
+from weft.optim.part import Examined, StepPart, find_listed_twice
+from weft.optim.rekls.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.rekls.placement import find_parameter_fault, find_placements
 from weft.optim.rekls.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.rekls.settings import Settings, find_group_fault
 from weft.optim.rekls.step import Task, Wave
-from weft.optim.saved_state import take_apart
-from weft.optim.verdict import tell_all
+from weft.optim.saved_state import agree_to_load, find_state_fault, first_count, take_apart
+from weft.optim.verdict import join_faults, tell_all
 
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
@@ -40,9 +42,10 @@ class REKLS(StepPart):
     | DTensor (tensor parallel, FSDP2, HSDP) | read from it                  | as above, over its mesh            |
     | any, with ``data_group``               | the same on all of that group | and gradients, to be averaged      |
 
-    ``group``: the ranks that plain parameters are sharded or replicated over (None: WORLD). ``data_group``: the ranks
-    whose gradients are still to be averaged, in rank order and at least in fp32. Without it gradients must be averaged
-    already. Shards may be uneven or empty.
+    ``group``: the ranks that plain parameters are sharded or replicated over (None: WORLD; with ``data_group``: none).
+    ``data_group``: the ranks whose gradients are still to be averaged, in rank order and at least in fp32; alone it is
+    all that plain data-parallel training needs. Without it gradients must be averaged already. Shards may be uneven or
+    empty. Ranks must start with the same weights: the first step compares them.
 
     ``variant``: "exact" is the published update, "stable" a well-conditioned one (docs/rekls.md): data- and context-
     parallel runs can follow a single process only with "stable". ``weight_decay_method``: "decoupled", "independent",
@@ -79,9 +82,13 @@ class REKLS(StepPart):
         max_factor_dim: int = 8192,
         on_nonfinite: str = "raise",
     ) -> None:
-        self._begin(Axis.of(group), None if data_group is None else Axis.of(data_group))
-        rank = self._tensor_axis.rank
-        listed = find_option_fault("REKLS", on_nonfinite, None, rank) or list_params("REKLS", params, rank)
+        data_axis = None if data_group is None else Axis.of(data_group)
+        tensor_axis = Axis.of(data_axis if group is None and data_axis is not None else group)
+        self._data_only = data_axis is not None and data_axis.size > 1 and tensor_axis.counter is data_axis.counter
+        if data_axis is not None and tensor_axis.counter is data_axis.counter:
+            tensor_axis = data_axis.subset([data_axis.rank])  # weights are whole on the ranks that average
+        self._begin(tensor_axis, data_axis)
+        listed = find_option_fault("REKLS", on_nonfinite, None, self._rank) or list_params("REKLS", params, self._rank)
         if isinstance(listed, Exception):
             self._refuse(listed)
         defaults = {
@@ -90,6 +97,11 @@ class REKLS(StepPart):
             "algorithm": "rekls", "partition_dim": None, "flatten": False,
         }  # fmt: skip
         super().__init__(listed, defaults, on_nonfinite)
+
+    @property
+    def _rank(self) -> int:
+        """What this rank is called in errors."""
+        return (self._data_axis or self._tensor_axis).rank
 
     def _refuse(self, fault: Exception) -> NoReturn:
         """Tell all ranks, who wait for this one, that it has no parameters to add."""
@@ -112,8 +124,7 @@ class REKLS(StepPart):
         try:
             super().add_param_group(param_group)
         except Exception as error:  # torch's words
-            where = at(self._tensor_axis.rank)
-            self._refuse(as_told("REKLS: the parameters cannot be taken", error, where))
+            self._refuse(as_told("REKLS: the parameters cannot be taken", error, at(self._rank)))
         group = self.param_groups[-1]
         try:
             self._place(len(self.param_groups) - 1, group)
@@ -121,13 +132,15 @@ class REKLS(StepPart):
             self.param_groups.pop()
             raise
         for parameter in group["params"]:
-            self.state[parameter] = {"step": torch.tensor(0.0), **self._plans[parameter].fresh(parameter.device)}
+            self.state[parameter] = {"step": first_count(), **self._plans[parameter].fresh(parameter.device)}
 
     def _place(self, place: int, group: dict[str, Any]) -> None:
         """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
-        parameters, fault = group["params"], self._find_fault([group])
-        for number, parameter in enumerate(parameters):
-            fault = fault or find_parameter_fault(number, parameter, group, self._tensor_axis.rank)
+        parameters, rank = group["params"], self._rank
+        fault = read("REKLS", rank, lambda: join_faults([
+            self._find_fault([group]), self._find_cut_fault(group), find_listed_twice("REKLS", parameters, rank),
+            *(find_parameter_fault(number, parameter, group, rank) for number, parameter in enumerate(parameters)),
+        ]))  # fmt: skip
         placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
         self._axes += [axis for axis in axes if axis not in self._axes]
         numbers = [f"parameter {number} of group {place}" for number in range(len(parameters))]
@@ -136,8 +149,17 @@ class REKLS(StepPart):
         self._in_waves = None
 
     def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
-        rank = self._tensor_axis.rank
-        return first_group_fault("REKLS", groups, lambda group: find_group_fault(group, tuple(VARIANTS)), rank)
+        return first_group_fault("REKLS", groups, lambda group: find_group_fault(group, tuple(VARIANTS)), self._rank)
+
+    def _find_cut_fault(self, group: dict[str, Any]) -> Exception | None:
+        """Whether a shard has no ranks to be cut over."""
+        if group["partition_dim"] is None or not self._data_only:
+            return None
+        return ValueError(
+            f"REKLS: partition_dim={group['partition_dim']} says that parameters are shards over group, but the only "
+            f"ranks given are those of data_group, over which they are whole; pass both: group= the ranks that hold "
+            f"the shards, data_group= those whose gradients are averaged (rank {self._rank})"
+        )
 
     # The verbs of a part.
 
@@ -156,6 +178,12 @@ class REKLS(StepPart):
             waves = in_waves([self._plans[parameter] for parameter in parameters], self._wave_bytes)
             self._in_waves = [[parameters[index] for index in wave] for wave in waves]
         return self._in_waves
+
+    def replicated_over(self, parameter: Tensor) -> list[Axis]:
+        """Where it is the same, or averaged."""
+        placement = self._plans[parameter].placement
+        return [axis for axis, role in zip(placement.axes, placement.roles, strict=True)
+                if not isinstance(role, Sharded)]  # fmt: skip
 
     def examine(self) -> Examined:
         """Which gradients are here; those of replicated parameters must be the same over ``group``."""
@@ -177,9 +205,9 @@ class REKLS(StepPart):
         ]
         return found
 
-    def begin(self, present: Collection[Tensor], tentative: bool) -> None:
+    def begin(self, present: Collection[Tensor]) -> None:
         """Take what has gradients, in waves."""
-        super().begin(present, tentative)
+        super().begin(present)
         settings = {p: Settings.of(group) for group in self.param_groups for p in group["params"]}
         self._under_way = [
             Wave([Task(p, self._plans[p], settings[p]) for p in wave if p in present]) for wave in self.buckets()
@@ -220,9 +248,10 @@ class REKLS(StepPart):
                 now = Settings.of(groups[task.parameter])
                 if now.decays_gradient == task.settings.decays_gradient:  # else `examine` tells
                     task.settings = now
-            wave.work(self.state, scale)
+            numbers = {id(plan): number for number, plan in enumerate(self._plans.values())}
+            wave.work(self.state, scale, lambda plan, *how: self.attempt(numbers[id(plan)], *how))
             if wave.failed is not None and not self.failed:
-                self.failed = 1 + list(self._plans.values()).index(wave.failed)
+                self.failed = 1 + numbers[id(wave.failed)]
 
     def settle(self, accepted: bool) -> None:
         """Apply the updates that come back, and keep the owned states."""
@@ -240,13 +269,24 @@ class REKLS(StepPart):
         saved["state"] = dict(enumerate(save_tensors(parameters, self._plans, self.state)))
         return saved
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
+    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any] | None]]:
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, now in zip(groups, self.param_groups, strict=False):
             group.update({name: now[name] for name in _PLACING})
-        saved, given = take_apart(self, state_dict, groups)
+        return take_apart(self, state_dict, groups)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be loaded."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, values in zip(parameters, self._take_apart(state_dict)[1], strict=True):
+            check_tensors(parameter, self._plans[parameter], values)
+
+    @torch.no_grad()
+    @outside_autocast()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
+        agree_to_load("REKLS", self._axes, find_state_fault(self, state_dict))
+        saved, given = self._take_apart(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         loaded = load_tensors(parameters, self._plans, given)
         super().load_state_dict(saved)
@@ -264,6 +304,7 @@ class REKLS(StepPart):
         super().__setstate__(state)
         if "_on_nonfinite" in state:  # unpickled, in a world of one; torch calls this when it loads a state, too
             self._begin(Axis.over(SoloWire()), None)
+            self._data_only = False
             self._set_up(state["_on_nonfinite"])
             for number, group in enumerate(self.param_groups):
                 self._place(number, group)
@@ -274,6 +315,6 @@ class REKLS(StepPart):
         torch.optim.Optimizer.__setstate__(twin, copy.deepcopy(super().__getstate__(), memo))
         twin._begin(self._tensor_axis, self._data_axis)
         twin._set_up(self._on_nonfinite)
-        twin._axes = list(self._axes)
+        twin._axes, twin._data_only = list(self._axes), self._data_only
         twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}
         return twin

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.dtensor import is_dtensor, local_of, mesh_axes
+from weft.embedding import RowTable
 from weft.optim.owners import Averaged, Replicated, Role, Sharded
 from weft.optim.verdict import tell_all
 
@@ -46,6 +47,10 @@ def find_parameter_fault(number: int, parameter: Tensor, group: dict[str, Any], 
         return TypeError(f"REKLS: parameter {number} is {parameter.layout}, not dense {where}")
     if not parameter.is_floating_point():
         return TypeError(f"REKLS: parameter {number} is {parameter.dtype}; parameters must be floating point {where}")
+    if isinstance(getattr(parameter, "row_table", None), RowTable):
+        return TypeError(
+            f"REKLS: parameter {number} is the table of a weft.ShardedEmbedding; step it with weft.RowAdam {where}"
+        )
     if group["algorithm"] == "rekls" and parameter.ndim > 2 and not group["flatten"]:
         return ValueError(
             f"REKLS: parameter {number} has {parameter.ndim} dimensions {shape}; put it into a group with flatten=True "

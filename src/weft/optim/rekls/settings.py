@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, show
 from weft.optim.group_faults import find_kind_fault
+from weft.optim.verdict import join_faults
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
 ALGORITHMS = ("rekls", "adamw")
@@ -59,27 +61,29 @@ DECAY_METHODS = tuple(_SHRINK)
 
 
 def find_group_fault(group: dict[str, Any], variants: tuple[str, ...]) -> Exception | None:
-    """What is wrong with a parameter group's numbers and options, if anything."""
+    """All that is wrong with a parameter group's numbers and options, if anything."""
     if fault := find_kind_fault("REKLS", group, "eps", "weight_decay", "shampoo_beta"):
         return fault
+    return join_faults(_group_faults(group, variants))
+
+
+def _group_faults(group: dict[str, Any], variants: tuple[str, ...]) -> Iterator[Exception | None]:
     lr, decay = float(group["lr"]), group["weight_decay"]
     if not (0 <= lr < float("inf") and 0 <= group["eps"] < float("inf") and 0 <= decay < float("inf")):
-        return ValueError(
+        yield ValueError(
             f"REKLS: lr, eps and weight_decay must be finite and not negative, got {lr}, {group['eps']} and {decay}"
         )
     b1, b2 = group["betas"]
     if not (0 <= b1 < 1 and 0 <= b2 < 1 and 0 <= group["shampoo_beta"] < 1):
-        return ValueError(
+        yield ValueError(
             f"REKLS: betas and shampoo_beta must be in [0, 1), got ({b1}, {b2}) and {group['shampoo_beta']}"
         )
     for name, known in (
         ("weight_decay_method", DECAY_METHODS), ("variant", variants), ("algorithm", ALGORITHMS),
     ):  # fmt: skip
-        if fault := find_choice_fault("REKLS", name, group[name], None, known):
-            return fault
-    if fault := find_integer_fault("REKLS", "max_factor_dim", group["max_factor_dim"], None, least=0):
-        return fault
+        yield find_choice_fault("REKLS", name, group[name], None, known)
+    yield find_integer_fault("REKLS", "max_factor_dim", group["max_factor_dim"], None, least=0)
     dim = group["partition_dim"]
     if dim is not None and (find_integer_fault("REKLS", "partition_dim", dim, None) or dim not in (0, 1)):
-        return ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {show(dim)}")
-    return find_flag_fault("REKLS", "flatten", group["flatten"], None)
+        yield ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {show(dim)}")
+    yield find_flag_fault("REKLS", "flatten", group["flatten"], None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from weft.optim.owners import Held, Travel, is_finite
 from weft.optim.rekls.eigen import EigenError
 from weft.optim.rekls.plan import Plan
 from weft.optim.rekls.settings import Settings
+
+Attempt = Callable[[Plan, Callable[[], Tensor], Callable[[], Tensor]], Tensor]
 
 
 @dataclass
@@ -74,10 +77,10 @@ class Wave:
             ], None  # fmt: skip
         return self._arrived
 
-    def work(self, state: Mapping[Tensor, dict[str, Any]], scale: float) -> None:
+    def work(self, state: Mapping[Tensor, dict[str, Any]], scale: float, attempt: Attempt) -> None:
         """Step what this rank owns, with gradients times ``scale``; start the updates on their way back.
 
-        New states stay apart.
+        New states stay apart. ``attempt(plan, work, instead)`` takes note of what the work raises.
         """
         weights = iter([] if self._weights is None else self._weights.wait())
         self._weights, updates = None, list[Tensor | None]()
@@ -86,13 +89,15 @@ class Wave:
             if grad is None:
                 updates.append(None)
                 continue
-            weight = None if weight is None else weight.to(task.plan.wide)
-            updates.append(self._try(task, state[task.parameter], grad if scale == 1 else grad * scale, weight))
+            advance = partial(self._try, task, state[task.parameter], grad, scale, weight)
+            updates.append(attempt(task.plan, advance, partial(_nothing, grad)))
         self._arrived = []
         self._updates = self.tasks[0].plan.owners.scatter("REKLS", [task.plan.route for task in self.tasks], updates)
 
-    def _try(self, task: Task, state: dict[str, Any], grad: Tensor, weight: Tensor | None) -> Tensor:
+    def _try(self, task: Task, state: dict[str, Any], grad: Tensor, scale: float, weight: Tensor | None) -> Tensor:
         """The update of a parameter; if it cannot be computed that is noted, and nobody will apply it."""
+        grad = grad if scale == 1 else grad * scale
+        weight = None if weight is None else weight.to(task.plan.wide)
         try:
             if is_finite(grad):  # a sum over ranks can overflow
                 task.new_state, update = task.plan.rule.advance(state, grad, weight, task.settings)
@@ -101,7 +106,7 @@ class Wave:
         except EigenError:
             pass
         self.failed = self.failed or task.plan
-        return torch.zeros_like(grad)
+        return _nothing(grad)
 
     def settle(self, state: Mapping[Tensor, dict[str, Any]], accepted: bool) -> None:
         """Take what comes back and, if ``accepted``, change weights and state."""
@@ -112,6 +117,10 @@ class Wave:
         for task, update in zip(self.tasks, updates, strict=True) if accepted else ():
             assert update is not None
             _apply(task, state[task.parameter], update)
+
+
+def _nothing(grad: Tensor) -> Tensor:
+    return torch.zeros_like(grad)
 
 
 def _apply(task: Task, state: dict[str, Any], update: Tensor) -> None:

@@ -1,0 +1,92 @@
+"""`broadcast_parameters`: every rank gets one rank's weights, where they are to be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis
+from weft.comm.dtensor import is_dtensor, local_of, shard_place
+from weft.comm.parcel import exchange_parcels
+from weft.embedding import RowTable
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    source: str
+
+
+@torch.no_grad()
+def broadcast_parameters(
+    module_or_parameters: nn.Module | Tensor | Iterable[Tensor], *, group: Any = None, source: int = 0
+) -> None:
+    """Give every rank of ``group`` the values that rank ``source`` of it has, in place, to the bit.
+
+    Of a module all parameters and buffers; of tensors these. What is sharded over ``group`` stays as it is: DTensors
+    (FSDP2, tensor parallel) on an axis that cuts them, and tables of `weft.ShardedEmbedding`. A DTensor of which all
+    ranks of ``group`` have the same part (a data axis) is sent as other tensors are. A plain tensor is taken to be
+    replicated: where it is a shard, pass the group of its replicas.
+
+    Call it on all ranks, after the model is made and before the first step. One message goes to each rank.
+
+    >>> broadcast_parameters(torch.nn.Linear(4, 3))          # nothing to do in a world of one
+    """
+    axis = Axis.of(group)
+    tensors, fault = _list_tensors(module_or_parameters, axis.rank)
+    if fault is None and source not in range(axis.size):
+        fault = ValueError(f"broadcast_parameters: source {source} is not one of {axis.size} ranks (rank {axis.rank})")
+    options = _Options(tuple(tuple(one.shape) for one in tensors), tuple(one.dtype for one in tensors), str(source))
+    call = axis.begin("broadcast_parameters", None if fault else options, tell=[], fault=fault)
+    call.told.wait()
+    shared = [local_of(one).detach() for one in _find_shared(tensors, axis)]
+    filled = [one for one in shared if one.numel()]
+    if not filled or axis.size == 1:
+        return
+    if axis.rank == source:
+        packed = [one.contiguous() for one in filled]
+        exchange_parcels(call, [(rank, packed) for rank in call.others], []).wait()
+        return
+    room = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in filled]
+    exchange_parcels(call, [], [(source, room)]).wait()
+    for one, value in zip(filled, room, strict=True):
+        one.copy_(value)
+
+
+def _list_tensors(given: Any, rank: int) -> tuple[list[Tensor], Exception | None]:
+    """Each tensor once, without tables; or what is wrong with what was given."""
+    if isinstance(given, nn.Module):
+        given = [*given.parameters(), *given.buffers()]
+    listed = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Iterable) else [given]
+    for one in listed:
+        if not isinstance(one, Tensor):
+            return [], TypeError(
+                f"broadcast_parameters: takes a module, a tensor or tensors, not {type(one).__name__} (rank {rank})"
+            )
+    found = {id(one): one for one in listed if not isinstance(getattr(one, "row_table", None), RowTable)}
+    return list(found.values()), None
+
+
+def _find_shared(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
+    """Those of which all ranks hold the same part: the others are cut over the ranks of the axis."""
+    cut = [one for one in tensors if is_dtensor(one)]
+    if not cut:
+        return tensors
+    told = axis.begin("broadcast_parameters.shards", tell=[shard_place(one) for one in cut]).told.wait()
+    left: set[int] = set()
+    for one, column in zip(cut, zip(*told, strict=True), strict=True):
+        if len(set(column)) not in (1, axis.size):
+            raise ValueError(
+                f"broadcast_parameters: a DTensor {list(one.shape)} has {len(set(column))} different shards on the "
+                f"{axis.size} ranks of group; pass the group of those ranks that have the same shard"
+            )
+        if len(set(column)) > 1:
+            left.add(id(one))
+    return [one for one in tensors if id(one) not in left]

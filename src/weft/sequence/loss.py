@@ -1,0 +1,118 @@
+"""`mean_loss`: the mean over all tokens of a group, with the gradient that averaging over its ranks makes right."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.comm.eager import eager
+from weft.errors import name_ranks
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common."""
+
+    dtype: torch.dtype
+    counted: bool
+
+
+@eager
+def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: Any = None) -> Tensor:
+    """The mean loss over all tokens of ``group``, the same value on every rank, in the dtype of ``loss_sum``.
+
+    ``loss_sum`` is the sum of the losses of this rank's tokens, a tensor of one element; ``count`` is how many there
+    are (or the sum of their weights). Ignored tokens are in neither. Both may be 0 on some ranks; where no rank has a
+    token the mean is 0 and so is its gradient. ``count=None``: the ``loss_sum`` of a rank is its share of the mean
+    already, divided by the number of all tokens.
+
+    Call ``backward()`` on it on every rank. DistributedDataParallel, FSDP2, `weft.ShardedAdamW`, ``data_group`` of
+    `weft.REKLS` and `weft.OverlappedStep` average gradients over ranks, so a rank's gradient is P times that of its
+    share, where P are the ranks of ``group``: their average is the gradient of the mean, and norms and clipping are
+    right. Do not multiply by P. Second derivatives are refused on more than one rank.
+
+    Two numbers of each rank travel, in one round.
+
+    >>> mean_loss(torch.tensor(6.0), 4)
+    tensor(1.5000)
+    """
+    axis = Axis.of(group)
+    fault = _find_fault(loss_sum, count, axis.rank)
+    mine, needs = [0.0, 0.0], False
+    options = None
+    if fault is None:
+        mine = [float(loss_sum.detach().double()), 0.0 if count is None else float(count)]
+        needs = loss_sum.requires_grad and torch.is_grad_enabled()
+        options = _Options(loss_sum.dtype, count is not None)
+    call = axis.begin("mean_loss", options, tell=[*map(_as_integer, mine), int(needs)], fault=fault)
+    told = call.told.wait()
+    without = [rank for rank, row in enumerate(told) if not row[2]]
+    if 0 < len(without) < axis.size:
+        raise ValueError(
+            f"mean_loss: loss_sum has no gradient on {name_ranks(without)} of {axis.size}, but on other ranks; compute "
+            f"it from the model's output there too: the sum over no tokens is 0 and has a gradient"
+        )
+    losses, tokens = (math.fsum(_as_float(row[at]) for row in told) for at in range(2))
+    if count is None:
+        tokens = 1.0
+    if tokens == 0 and losses != 0:
+        raise ValueError(
+            f"mean_loss: there are no tokens on any of {axis.size} ranks, but their losses add up to {losses}"
+        )
+    mean: Tensor = _Mean.apply(
+        loss_sum, losses / tokens if tokens else 0.0, axis.size / tokens if tokens else 0.0, axis
+    )
+    return mean
+
+
+def _find_fault(loss_sum: Any, count: Any, rank: int) -> Exception | None:
+    where = f"(rank {rank})"
+    if not isinstance(loss_sum, Tensor):
+        return TypeError(f"mean_loss: loss_sum must be a tensor, got {type(loss_sum).__name__} {where}")
+    if hasattr(loss_sum, "to_local"):
+        return TypeError(f"mean_loss: loss_sum is a DTensor; pass the sum of this rank's tokens, .to_local() {where}")
+    if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
+        return ValueError(
+            f"mean_loss: loss_sum must be one floating-point number, the sum of the losses of this rank's tokens, got "
+            f"{loss_sum.dtype} {list(loss_sum.shape)} {where}"
+        )
+    if count is None:
+        return None
+    if not isinstance(count, int | float | Tensor) or (isinstance(count, Tensor) and count.is_complex()):
+        return TypeError(f"mean_loss: count must be a number, got {type(count).__name__} {where}")
+    if isinstance(count, Tensor) and count.numel() != 1:
+        return ValueError(f"mean_loss: count must be one number, got {list(count.shape)} {where}")
+    if not 0 <= float(count) < math.inf:
+        return ValueError(f"mean_loss: count must be finite and not negative, got {float(count)} {where}")
+    return None
+
+
+def _as_integer(number: float) -> int:
+    """The bits of a number, to be told."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def _as_float(bits: int) -> float:
+    return float(struct.unpack("d", struct.pack("q", bits))[0])
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss_sum: Tensor, value: float, scale: float, axis: Axis) -> Tensor:
+        ctx.scale, ctx.size = scale, axis.size
+        return torch.full_like(loss_sum, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled() and ctx.size > 1:  # create_graph
+            raise NotImplementedError(
+                f"mean_loss: second derivatives are not supported over {ctx.size} ranks, where a rank's gradient is "
+                f"{ctx.size} times its share of that of the mean; differentiate the sum of this rank's losses instead"
+            )
+        return grad * ctx.scale, None, None, None
