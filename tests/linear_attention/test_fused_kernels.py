@@ -248,6 +248,31 @@ def test_over_ranks(interpreter: Interpreter, decay: str, name: str, size: int, 
     interpreter.run(over_ranks, decay, name, size, layout, [method])
 
 
+def in_other_modes() -> str:
+    """Validation, then a step with autocast around it, then a penalty on its gradient."""
+    x = torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def run() -> torch.Tensor:
+        return weft.linear_attention(x, x, x, -x.abs(), backend="triton", chunk_size=16)[0]
+
+    with torch.inference_mode():
+        validated = run().clone()
+    (wanted,) = torch.autograd.grad(run().square().sum(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run()
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    assert torch.equal(out, validated) and torch.equal(grad, wanted)
+    try:
+        grad.square().sum().backward()
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_modes_and_second_derivatives(interpreter: Interpreter) -> None:
+    assert "linear_attention: second derivatives are not supported" in interpreter.run(in_other_modes)
+
+
 LAYOUTS_AND_SIZES = [(layout, size) for layout in ("contiguous", "zigzag") for size in (2, 3)]
 
 
