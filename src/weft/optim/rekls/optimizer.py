@@ -135,7 +135,7 @@ class REKLS(StepPart):
             return None
         return ValueError(
             f"REKLS: partition_dim={group['partition_dim']} says that parameters are shards over group, but the only "
-            f"ranks given are those of data_group, over which they are whole; pass both: group= the ranks that hold the "
+            f"ranks given are those of data_group, over which they are whole; pass both: group= the ranks with the "
             f"shards, data_group= those whose gradients are averaged (rank {rank})"
         )
 
