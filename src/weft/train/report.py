@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from datetime import UTC, datetime
 from html import escape
@@ -14,7 +13,7 @@ import tyro
 
 from weft.train import report_figures as figures
 from weft.train.report_picture import write_picture
-from weft.train.report_run import Run, read_run
+from weft.train.report_run import Run, read_run, write_page
 from weft.train.report_scale import short
 from weft.train.report_style import SCRIPT, STYLE
 
@@ -53,15 +52,7 @@ def write_report(run: Path, *, beside: Path | None = None, out: Path | None = No
     read, other = read_run(run), None if beside is None else read_run(beside)
     if not read.steps:
         raise ValueError(f"report: {run / 'metrics.jsonl'} has no whole step; a run writes a line after each step")
-    if target.is_dir():
-        raise ValueError(f"report: {target} is a folder; give the name of a file as --out")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(assemble(read, other), encoding="utf-8", errors="replace")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_page(target, assemble(read, other))
     return target
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -104,8 +105,33 @@ class Run:
         return "one process" if self.ranks == 1 else f"{self.ranks} ranks"
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write what a report is, whole or not at all; ValueError if there can be no such file."""
+    if path.is_dir():
+        raise ValueError(f"report: {path} is a folder; give the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"report: {path} is not a file; give the name of a file")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"report: {path} cannot be written: {error.strerror}; give the name of a file") from None
+
+
 def read_run(folder: Path) -> Run:
     """Read a run's folder. ValueError if there is no metrics.jsonl; every other file may be missing."""
+    try:
+        return _read_run(folder)
+    except OSError as error:
+        raise ValueError(f"report: {error.filename or folder} cannot be read: {error.strerror}") from None
+
+
+def _read_run(folder: Path) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(
