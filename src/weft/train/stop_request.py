@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TOGETHER = 0.2  # seconds within which signals are one: a terminal and a launcher may both pass on the same Ctrl-C
+TOGETHER = 1.0  # seconds within which signals are one: `timeout` sends to a process and to its group
 
 
 def status_of(number: int) -> int:
@@ -43,7 +43,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         self._wakes, self._woken = socket.socketpair()
         self._wakes.setblocking(False)
-        self._before: dict[int, Any] = {number: signal.signal(number, _leave_to_thread) for number in SIGNALS}
+        taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by a shell or nohup
+        self._before: dict[int, Any] = {number: signal.signal(number, _leave_to_thread) for number in taken}
         self._fd_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="weft-signals", daemon=True)
         self._thread.start()
