@@ -29,7 +29,10 @@ def test_going_back_keeps_the_new_work_and_the_old(call, tmp_path: Path) -> None
     assert call("train", small_config(tmp_path), "--steps", "12", "--keep", "9", "--checkpoint-every", "4")[0] == 0
     run = tmp_path / "run"
     old = list(read_lines(run / "metrics.jsonl"))
-    held = {path: (run / "checkpoints" / path / "checkpoint.json").read_bytes() for path in ("step-00000008", "step-00000012")}
+    held = {
+        path: (run / "checkpoints" / path / "checkpoint.json").read_bytes()
+        for path in ("step-00000008", "step-00000012")
+    }
     back = ["--resume", "run/checkpoints/step-00000004", "--keep", "1", "--lr", "0.1", "--steps"]
     assert call("train", *back, "6")[0] == 0
     assert names_in(run / "checkpoints") == ["abandoned-1", "step-00000006"]
