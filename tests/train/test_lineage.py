@@ -96,10 +96,10 @@ def test_an_empty_folder_is_taken(call, tmp_path: Path) -> None:
 
 
 def hold(path: str, ready: multiprocessing.synchronize.Event) -> None:
-    file = open(path)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    ready.set()
-    signal.pause()
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ready.set()
+        signal.pause()
 
 
 def test_one_run_in_a_folder_at_a_time(call, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ FLAGS: dict[str, Applied | Refused] = {
     "layout": Applied("contiguous", lambda trainer: trainer._where["layout"] == "contiguous"),
     "timeout": Applied(50.0, lambda trainer: trainer.config.timeout == 50.0),  # of the group: command.py
     "grace": Applied(5.0, lambda trainer: trainer.config.grace == 5.0),  # of the process: test_stopping.py
-    "data": Applied(OTHER_TEXT, lambda trainer: len(trainer.corpus.tokens) > 0 and str(OTHER_TEXT) in trainer.corpus.name),
+    "data": Applied(OTHER_TEXT, lambda trainer: str(OTHER_TEXT) in trainer.corpus.name),
     "token_bytes": Refused(1, "is for a token file"),
     "document_token": Refused(7, "is for a token file"),
     "held_out": Applied(0.2, lambda trainer: len(trainer._held_out.tokens) > 0.15 * len(trainer.corpus.tokens)),

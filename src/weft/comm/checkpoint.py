@@ -169,8 +169,11 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors in a checkpoint, by name."""
-    known = _Reader(folder).read_metadata().state_dict_metadata
+    """The tensors in a checkpoint, by name; a ValueError that names it if its files are none of tensors."""
+    try:
+        known = _Reader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors has errors of its own
+        raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
     return {name: tuple(getattr(one, "size", ())) for name, one in known.items()}
 
 

@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -97,7 +98,8 @@ def read_defaults(arguments: Sequence[str]) -> TrainConfig:
     if resume is None or resume == "None":
         return given
     path = Path(out if resume == "auto" else resume)
-    saved = saved_settings(path)
+    with _worded_paths():
+        saved = saved_settings(path)
     if saved is None:
         return given
     saved = dataclasses.replace(saved, resume=None)
@@ -158,10 +160,20 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> None:
 def _check_folders(config: TrainConfig) -> None:
     """Nothing of another run or of anybody else is overwritten, and what is resumed is there."""
     own = config.resume == "auto" or (config.resume is not None and _same(run_of(config.resume), config.out))
-    if isinstance(config.resume, Path) and not (own and is_run(config.resume)):
-        check_resumable(config.resume)
-    if not own or not is_run(config.out):
-        check_new(config.out)
+    with _worded_paths():
+        if isinstance(config.resume, Path) and not (own and is_run(config.resume)):
+            check_resumable(config.resume)
+        if not own or not is_run(config.out):
+            check_new(config.out)
+
+
+@contextmanager
+def _worded_paths() -> Iterator[None]:
+    """A path that cannot be looked at (too long, not allowed) is wrong input."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"train: {error.filename} cannot be read: {error.strerror}; give another path") from None
 
 
 def _same(one: Path, other: Path) -> bool:

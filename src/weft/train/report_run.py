@@ -107,13 +107,12 @@ class Run:
 
 def write_page(path: Path, text: str) -> None:
     """Write what a report is, whole or not at all; ValueError if there can be no such file."""
-    if path.is_dir():
-        raise ValueError(f"report: {path} is a folder; give the name of a file")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"report: {path} is not a file; give the name of a file")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "not a file"
+            raise ValueError(f"report: {path} is {what}; give the name of a file")
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             partial.write_text(text, encoding="utf-8", errors="replace")
             os.replace(partial, path)
