@@ -31,7 +31,7 @@ def tell(config: TrainConfig, done: int, seconds: float) -> None:
 
 
 def test_lines_by_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first step, then one every ten seconds, each validation loss and the last step; with the time that is left."""
+    """The first step, then one every ten seconds, validation losses and the last step; with the time that is left."""
     tell(TrainConfig(steps=103), 2, 2.0)
     lines = capsys.readouterr().err.splitlines()
     steps = [int(re.match(r"step (\d+)/103  loss 3.0000  50 tokens/s", line)[1]) for line in lines]  # type: ignore[index]
