@@ -20,7 +20,6 @@ from weft.train.optimizer import names_of
 from weft.train.run_folder import list_checkpoints, newest_whole, step_folder
 
 logger = logging.getLogger(__name__)
-_ORDERS = ("scatter_order", "work_order")  # what a parameter group holds that no setting says: tune() found it
 _END_OF_WRITE = 10.0  # seconds that `close` waits for a checkpoint that is being written
 
 
@@ -117,7 +116,10 @@ class StateToLoad:
         checkpoint.load_tensors(folder, self._tensors, group)
 
     def take_over(self, groups: list[dict[str, Any]]) -> None:
-        """Make the tensors that were read those of the run. Options of the optimizer are the run's own."""
+        """Make the tensors that were read those of the run. Of ``groups``, options of the optimizers are not taken.
+
+        They are the settings of this run; what else a group holds (orders that tune() found) is state.
+        """
         model, step, tensors = self._model, self._step, self._tensors
         model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
         prefixes = [f"optimizer.{name}." for name in names_of(model, step)]
@@ -125,9 +127,11 @@ class StateToLoad:
             number: {key: tensors[prefix + key] for key in state}
             for number, (prefix, state) in enumerate(zip(prefixes, _states(self._saved), strict=True))
         }
-        now = self._saved["param_groups"]
-        merged = [{**one, **{name: old[name] for name in _ORDERS if name in old}} for one, old in
-                  zip(now, groups, strict=True)]  # fmt: skip
+        options = [part.defaults for part in step.parts.values() for _ in part.param_groups]
+        merged = [
+            {**now, **{name: value for name, value in old.items() if name not in own}}
+            for now, old, own in zip(self._saved["param_groups"], groups, options, strict=True)
+        ]
         step.load_state_dict({"state": states, "param_groups": merged})
 
 
