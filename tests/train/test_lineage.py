@@ -177,3 +177,18 @@ def test_nothing_is_left_of_a_run_that_could_not_begin(call, tmp_path: Path) -> 
     os.mkdir(tmp_path / "empty")
     assert call("train", small_config(tmp_path, out="empty", length=10**7))[0] == 2
     assert names_in(tmp_path / "empty") == []
+
+
+def test_a_restart_is_no_way_around_a_refusal(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --max-restarts starts again what was refused: only a run that it has begun itself is gone on with."""
+    assert call("train", small_config(tmp_path))[0] == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "report.html").write_text("mine")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert call("train", small_config(tmp_path), "--steps", "6")[0] == 2
+    assert call("train", small_config(tmp_path), "--out", "mine")[0] == 2
+    assert names_in(tmp_path / "mine") == ["report.html"] and steps_in(tmp_path / "run") == [1, 2, 3, 4]
+    assert call("train", small_config(tmp_path), "--out", "new")[0] == 0
+    status, _, said = call("train", small_config(tmp_path), "--out", "new", "--steps", "6")
+    assert status == 0 and "from step=4" in said

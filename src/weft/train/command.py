@@ -37,6 +37,7 @@ from weft.train.run_folder import (
     run_of,
     saved_settings,
     step_folder,
+    was_begun_by_this_job,
 )
 from weft.train.run_state import say_what_is_whole
 from weft.train.small_file import write_whole
@@ -159,6 +160,8 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> None:
 
 def _check_folders(config: TrainConfig) -> None:
     """Nothing of another run or of anybody else is overwritten, and what is resumed is there."""
+    if _is_restart(config):
+        return
     own = config.resume == "auto" or (config.resume is not None and _same(run_of(config.resume), config.out))
     with _worded_paths():
         if isinstance(config.resume, Path) and not (own and is_run(config.resume)):
@@ -180,32 +183,27 @@ def _same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def _was_restarted() -> bool:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def _restarted(config: TrainConfig) -> TrainConfig:
-    """After torchrun has started the ranks again: go on with the newest checkpoint of the run itself."""
-    if _was_restarted() and list_checkpoints(config.out):
-        return dataclasses.replace(config, resume="auto")
-    return config
+def _is_restart(config: TrainConfig) -> bool:
+    """Whether torchrun has started the ranks again, after a life that had begun the run."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and was_begun_by_this_job(config.out)
 
 
 def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
     mesh = make_mesh(shape)
-    lock, fault = None, None
+    lock, fault, again = None, None, False
     if mesh.world.rank == 0:
         try:
-            if not _was_restarted():
-                _check_folders(config)
+            _check_folders(config)
+            again = _is_restart(config) and bool(list_checkpoints(config.out))
             lock = RunLock(config.out)
         except ValueError as error:
             fault = error
-    mesh.world.begin("train.folder", tell=[], fault=fault).told.wait()
+    told = mesh.world.begin("train.folder", tell=[int(again)], fault=fault).told.wait()
+    begun = dataclasses.replace(config, resume="auto") if told[0][0] else config  # by another life of the ranks
     try:
         with StopRequest(config.grace) as stop:
             try:
-                trainer = Trainer(_restarted(config), mesh, lambda: stop.signal)
+                trainer = Trainer(begun, mesh, lambda: stop.signal)
             except BaseException:
                 if lock is not None:
                     lock.undo()

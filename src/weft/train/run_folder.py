@@ -106,7 +106,7 @@ class RunLock:
             ) from None
         except OSError as error:
             logger.warning("train: %s cannot be locked (%s): start no other run there", run, error.strerror)
-        self._note(f"process {os.getpid()} on {os.uname().nodename}\n")
+        self._note(f"process {os.getpid()} on {os.uname().nodename}, job {job_name()}\n")
 
     def _note(self, holder: str) -> None:
         try:
@@ -128,6 +128,18 @@ class RunLock:
     def close(self) -> None:
         """Let others write."""
         os.close(self._handle)
+
+
+def job_name() -> str:
+    """What all lives of a rank that torchrun starts again have in common."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return name if name != "none" else f"{os.uname().nodename} {os.getppid()}"
+
+
+def was_begun_by_this_job(run: Path) -> bool:
+    """Whether an earlier life of this process has written there."""
+    lock = run / LOCK
+    return is_plain_file(lock) and lock.read_text(errors="replace").strip().endswith(f", job {job_name()}")
 
 
 # Checkpoints.
