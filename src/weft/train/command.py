@@ -238,8 +238,10 @@ def _run(config: TrainConfig, trainer: Trainer) -> None:
     Console(stderr=True).print(traffic_table(lines, ranks))
     try:
         report = write_report(config.out)
-    except ValueError as error:
-        raise RuntimeError(f"train: the run is whole, but not its report: {error}") from None
+    except (ValueError, OSError) as error:
+        raise RuntimeError(
+            f"train: all steps are done and saved, but the report could not be written: {error}"
+        ) from None
     print(json.dumps({"run": str(config.out), "report": str(report)}))
 
 

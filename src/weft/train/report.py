@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -35,9 +36,13 @@ def show_report(
         out: The file to write; report.html in the run's folder if not given.
         picture: Also write an .svg file of what a step sends, and when.
     """
-    if picture is not None:
-        print(f"picture: {write_picture(run, picture).resolve()}")
-    print(f"report: {write_report(run, beside=beside, out=out).resolve()}")
+    try:
+        if picture is not None:
+            print(f"picture: {write_picture(run, picture).resolve()}")
+        print(f"report: {write_report(run, beside=beside, out=out).resolve()}")
+    except OSError as error:
+        print(f"report: {error.filename} could not be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 def write_report(run: Path, *, beside: Path | None = None, out: Path | None = None) -> Path:

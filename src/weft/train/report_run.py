@@ -6,6 +6,7 @@ step is counted and left out, a file that cannot be read becomes a note.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -106,7 +107,7 @@ class Run:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write what a report is, whole or not at all; ValueError if there can be no such file."""
+    """Write what a report is, whole or not at all; ValueError if there can be no such file, OSError if there is no room."""
     try:
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "not a file"
@@ -119,6 +120,8 @@ def write_page(path: Path, text: str) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise ValueError(f"report: {path} cannot be written: {error.strerror}; give the name of a file") from None
 
 
