@@ -107,7 +107,7 @@ class Run:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write what a report is, whole or not at all; ValueError if there can be no such file, OSError if there is no room."""
+    """Write what a report is, whole or not at all; ValueError if there can be no such file, OSError if no room."""
     try:
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "not a file"
