@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,14 @@ SMALL = TrainConfig(
     steps=20, length=31, batch=6, width=16, layers=2, heads=2, kv_heads=2, hidden=32, table_rows=257, dtype="fp64",
     warmup=4, validate_every=0, checkpoint_every=0, timeline_step=0, held_out=0.1, data=Path(os.__file__),
 )  # fmt: skip
+
+
+def small_config(folder: Path, **changes: object) -> str:
+    """A file of settings for the command: 4 steps, checkpoints at 2 and 4."""
+    values = json.loads(replace(SMALL, steps=4, checkpoint_every=2, timeline_step=2, validate_every=2).as_json())
+    path = folder / "small.json"
+    path.write_text(json.dumps({**values, "out": "run", **changes}))
+    return str(path)
 
 
 def virtual_mesh(axis: weft.Axis, dp: int, cp: int) -> ParallelMesh:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import SMALL, furthest
+from small_run import SMALL, furthest, small_config
 
 import weft
 from weft.comm import checkpoint
@@ -142,6 +142,24 @@ def test_a_full_disk(two: ProcessWorld, small_disk: Path) -> None:
     (small_disk / "ballast").unlink()
     assert find_checkpoint(config.out)[1]["step"] == 3
     assert len(two.run(run, (1, 2, 1), replace(config, resume=config.out, keep=1))[0]) == 5
+
+
+def test_a_disk_that_is_full_for_small_files(call, small_disk: Path, tmp_path: Path) -> None:
+    """The file is named, and the checkpoint that is whole; no temporary file is left, and the run can go on."""
+    out = small_disk / "run"
+    settings = small_config(tmp_path, out=str(out), steps=4, timeline_step=0)
+    assert call("train", settings)[0] == 0
+    left = os.statvfs(out)
+    (small_disk / "ballast").write_bytes(bytes(left.f_bavail * left.f_bsize))
+    status, _, said = call("train", "--resume", str(out), "--steps", "6")
+    assert status == 1, said
+    line = said.splitlines()[-1]
+    assert line.startswith("train: ") and "No space left on device" in line and "Traceback" not in said
+    assert f"{out}/" in line and f"{step_folder(out, 4)} is whole" in line
+    assert not [path for path in small_disk.rglob("*") if path.name.endswith(".partial")]
+    assert json.loads((out / "config.json").read_text())["steps"] in (4, 6)  # never empty
+    (small_disk / "ballast").unlink()
+    assert call("train", "--resume", str(out), "--steps", "6")[0] == 0
 
 
 def fill_up(axis: weft.Axis, shape: Shape, config: TrainConfig, ballast: str) -> str:

@@ -11,43 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_run import SMALL
+from small_run import SMALL, small_config
 
 import weft
-from weft import cli
 from weft.train.command import read_defaults
 from weft.train.config import TrainConfig, fit_mesh, read_config
 from weft.train.metrics import FAMILIES, MetricsFile, read_lines
 from weft.train.mixers import Place
 from weft.train.run_folder import list_checkpoints
 from weft.train.sample import generate, load_model
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """Run the command here; (exit status, what it printed, what it said)."""
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["weft", *arguments])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = int(end.code or 0)
-        out = capsys.readouterr()
-        torch.set_num_threads(threads)
-        return status, out.out, out.err
-
-    return run
-
-
-def small_config(folder: Path, **changes: object) -> str:
-    values = json.loads(replace(SMALL, steps=4, checkpoint_every=2, timeline_step=2, validate_every=2).as_json())
-    path = folder / "small.json"
-    path.write_text(json.dumps({**values, "out": "run", **changes}))
-    return str(path)
 
 
 def test_a_run_and_its_files(call, tmp_path: Path) -> None:

@@ -292,3 +292,30 @@ def test_small_and_wrong_splits() -> None:
     for wrong in (0.0, 1.0, -0.1, float("nan")):
         with pytest.raises(ValueError, match="--held-out must be above 0 and below 1, got"):
             two.split(wrong)
+
+
+def test_binary_files_are_not_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is looked at piece by piece: one that turns out to be no text is left at once, and costs no memory."""
+    monkeypatch.setattr(room, "_CHUNK", 1 << 16)
+    with (tmp_path / "image.raw").open("wb") as file:
+        file.truncate(1 << 42)  # of which nothing is on the disk
+    (tmp_path / "a.txt").write_text("text" * 100_000)
+    (tmp_path / "b.txt").write_bytes(b"x" * 200_000 + b"\0")
+    found = open_corpus(tmp_path)
+    assert bytes(found.tokens.tolist()) == b"\0" + b"text" * 100_000 and "left out: 2 binary" in found.name
+    with pytest.raises(ValueError, match=r"b.txt is not text \(byte 200000 is 0\)"):
+        open_corpus(tmp_path / "b.txt")
+    with pytest.raises(ValueError, match=r"image.raw is not text \(byte 0 is 0\)"):
+        open_corpus(tmp_path / "image.raw")
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    """A pipe would wait for its writer for ever."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "folder" / "pipe.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "folder" / "link.txt").symlink_to(tmp_path / "pipe.txt")
+    assert "left out: 2 unreadable" in open_corpus(tmp_path / "folder").name
+    with pytest.raises(ValueError, match="is neither a file nor a folder"):
+        open_corpus(tmp_path / "folder" / "link.txt")

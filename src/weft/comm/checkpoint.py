@@ -1,16 +1,20 @@
 """Tensors to and from a folder by torch.distributed.checkpoint, in safetensors files: no pickle is read.
 
 A folder is written under another name, by all ranks, in a thread beside the training. When every rank has written its
-part, rank 0 lists the files and their sizes and gives the folder its name: there is no moment at which a folder of
-that name is not whole.
+part, rank 0 lists the files, their sizes and digests, and gives the folder its name: there is no moment at which a
+folder of that name is not whole. Only files that are listed are read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import logging
 import os
+import re
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -22,8 +26,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 
+logger = logging.getLogger(__name__)
 MANIFEST = "checkpoint.json"
+_DIGEST = "sha256"  # in the manifest: of the rest of it, and of each file
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -41,21 +48,36 @@ class _Writer(HuggingFaceStorageWriter):
 
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
-        files = {path.name: path.stat().st_size for path in sorted(self._partial.glob("*.safetensors"))}
-        manifest = self._partial / MANIFEST
-        with manifest.open("w") as out:
-            json.dump({"files": files, **self._facts}, out)
+        files = {
+            path.name: {"bytes": path.stat().st_size, _DIGEST: _digest_file(path)}
+            for path in sorted(self._partial.glob("*.safetensors"))
+        }
+        manifest = {"files": files, **self._facts}
+        with (self._partial / MANIFEST).open("w") as out:
+            json.dump({**manifest, _DIGEST: _digest_facts(manifest)}, out)
             out.flush()
             os.fsync(out.fileno())
         _sync_folder(self._partial)
-        old = self._folder.with_name(f"{self._folder.name}.replaced.partial")
-        shutil.rmtree(old, ignore_errors=True)
-        if self._folder.exists():  # a damaged one of the same step, which was passed over
-            self._folder.rename(old)
         self._partial.rename(self._folder)
         _sync_folder(self._folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
         self._written()
+
+
+class _ListedFiles(FileSystem):
+    """What a reader sees of a folder: the files of its manifest."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._paths = [str(folder / name) for name in _read_listed(folder)[1]]
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return list(self._paths)
+
+
+class _Reader(HuggingFaceStorageReader):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.fs = _ListedFiles(folder)
 
 
 def partial_name(folder: Path) -> Path:
@@ -92,34 +114,67 @@ def why_not_saved(error: BaseException) -> str:
     return "; ".join(f"{words} (rank {', '.join(map(str, ranks))})" for words, ranks in shown.items())
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What is said of a checkpoint, if it is whole; a ValueError that names it if it is not."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        sizes = dict(manifest["files"])
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is no checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error!r}") from None
-    for name, size in sizes.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+def read_manifest(folder: Path, digests: bool = False) -> dict[str, Any]:
+    """What is said of a checkpoint, if it is whole; a ValueError that names it if it is not.
+
+    Looks at the sizes of its files, and with ``digests`` at all they hold. One that was written without digests (by
+    an older weft) is warned of: damage that keeps the sizes cannot be seen.
+    """
+    manifest, files = _read_listed(folder)
+    for name, (size, digest) in files.items():
+        path = folder / name
+        found = path.stat().st_size if _is_plain_file(path) else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes"
             raise ValueError(f"the checkpoint {folder} is damaged: {name} {what}, {size} were written")
+        if digests and digest is not None and _digest_file(path) != digest:
+            raise ValueError(f"the checkpoint {folder} is damaged: {name} holds other bytes than were written")
+    if digests and any(digest is None for _, digest in files.values()):
+        logger.warning("the checkpoint %s has no digests (an older weft wrote it): damage may not be seen", folder)
     return manifest
 
 
+def _read_listed(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str | None]]]:
+    """(the manifest, size and digest of each file it lists)."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise ValueError(f"{folder} is no checkpoint: it has no {MANIFEST}")
+    try:
+        if not _is_plain_file(path):
+            raise ValueError("not a file")
+        manifest = json.loads(path.read_text())
+        digest = manifest.pop(_DIGEST, None)
+        if digest is not None and digest != _digest_facts(manifest):
+            raise ValueError("it holds other bytes than were written")
+        files: dict[str, tuple[int, str | None]] = {}
+        for name, told in manifest["files"].items():
+            if not re.fullmatch(r"[\w-]+\.safetensors", name):
+                raise ValueError(f"{name!r} is no file of a checkpoint")
+            files[name] = (told, None) if isinstance(told, int) else (int(told["bytes"]), str(told[_DIGEST]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error!r}") from None
+    return manifest, files
+
+
 def load_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
-    """Fill ``tensors``, which may lie on the ranks in another way than they were saved. All ranks must call it."""
+    """Fill ``tensors``, which may lie on the ranks in another way than they were saved. All ranks must call it.
+
+    What goes wrong on any rank is raised on all.
+    """
     _calm()
-    reader = HuggingFaceStorageReader(str(folder))
-    dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    try:
+        dcp.load(tensors, storage_reader=_Reader(folder), process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # not an Exception
+        raise RuntimeError(f"{folder} cannot be loaded: {why_not_saved(error)}") from error
 
 
-def saved_names(folder: Path) -> set[str]:
-    """Names of the tensors in a checkpoint."""
-    return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors in a checkpoint, by name; a ValueError that names it if its files are none of tensors."""
+    try:
+        known = _Reader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors has errors of its own
+        raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
+    return {name: tuple(getattr(one, "size", ())) for name, one in known.items()}
 
 
 def find_format_fault() -> Exception | None:
@@ -132,6 +187,20 @@ def find_format_fault() -> Exception | None:
 def new_group() -> Any:
     """A group of all ranks for checkpoints alone, on the CPU; None in a world of one. All ranks must ask."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def _is_plain_file(path: Path) -> bool:
+    return path.exists() and stat.S_ISREG(path.stat().st_mode)
+
+
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _DIGEST).hexdigest()
+
+
+def _digest_facts(manifest: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however it is written."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -18,11 +20,27 @@ from weft.comm.checkpoint import find_format_fault
 from weft.comm.mesh import make_mesh
 from weft.comm.rendezvous import joined_world
 from weft.errors import CommError
-from weft.train.config import TrainConfig, fit_mesh, read_config
+from weft.train.config import TrainConfig, check_local, fit_mesh, read_config
 from weft.train.metrics import MetricsFile, read_lines
 from weft.train.progress import ProgressLine, show_config, traffic_table
 from weft.train.report import write_report
-from weft.train.run_folder import CHECKPOINTS, find_checkpoint, forget_halves, list_checkpoints
+from weft.train.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    RunLock,
+    check_new,
+    check_resumable,
+    forget_halves,
+    is_run,
+    list_checkpoints,
+    run_of,
+    saved_settings,
+    step_folder,
+    was_begun_by_this_job,
+)
+from weft.train.run_state import say_what_is_whole
+from weft.train.small_file import write_whole
+from weft.train.stop_request import StopRequest, status_of
 from weft.train.trainer import Trainer, open_data
 from weft.world.local_ranks import run_ranks
 
@@ -52,29 +70,43 @@ def _say(words: str) -> None:
 
 def read_defaults(arguments: Sequence[str]) -> TrainConfig:
     """The settings that flags start from: those of the run to resume, under those of the config file."""
-    base = TrainConfig()
+    file = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
+    given = TrainConfig() if file is None else read_config(file)
+    resume, out = _value_of("--resume", arguments) or given.resume, _value_of("--out", arguments) or given.out
+    if resume is None or resume == "None":
+        return given
+    path = Path(out if resume == "auto" else resume)
+    with _worded_paths():
+        saved = saved_settings(path)
+    if saved is None:
+        return given
+    saved = dataclasses.replace(saved, resume=None)
+    if resume == "auto" or is_run(run_of(path)):  # else a checkpoint that lies apart from its run
+        saved = dataclasses.replace(saved, out=run_of(path))
     names = {argument.partition("=")[0] for argument in arguments}
+    if names & {"--dp", "--cp", "--tp"} or (given.dp, given.cp, given.tp) != (None, 1, 1):
+        saved = dataclasses.replace(saved, dp=None, cp=1, tp=1)  # another mesh, not a part of the old one
+    if "RANK" in os.environ:
+        saved = dataclasses.replace(saved, dp=None)  # as many as there are now
+    return saved if file is None else read_config(file, saved)
+
+
+def _value_of(name: str, arguments: Sequence[str]) -> str | None:
+    """What follows a flag, the last time it is there."""
+    found = None
     for at, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--resume" and (equals or at + 1 < len(arguments)):
-            run = run_of(Path(value if equals else arguments[at + 1]))
-            if (run / "config.json").is_file():
-                base = dataclasses.replace(read_config(run / "config.json"), out=run, resume=None)
-                if names & {"--dp", "--cp", "--tp"}:  # another mesh, not a part of the old one
-                    base = dataclasses.replace(base, dp=None, cp=1, tp=1)
-    if arguments and not arguments[0].startswith("-"):
-        base = read_config(Path(arguments[0]), base)
-    return base
-
-
-def run_of(path: Path) -> Path:
-    """The folder of a run, of which ``path`` may be a checkpoint."""
-    return path.parent.parent if path.parent.name == CHECKPOINTS else path
+        if argument.startswith(f"{name}="):
+            found = argument.removeprefix(f"{name}=")
+        elif argument == name and at + 1 < len(arguments):
+            found = arguments[at + 1]
+    return found
 
 
 def start(config: TrainConfig, arguments: Sequence[str]) -> None:
     """Check what can be checked, then train on the ranks there are, or on new local ones."""
     logging.basicConfig(format="%(message)s")
+    if int(os.environ.get("RANK", "0")) == 0:
+        logging.getLogger("weft.train").setLevel(logging.INFO)  # "reading data"
     config.check()
     if fault := find_format_fault():
         raise fault
@@ -85,10 +117,11 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
     if config.wrap == "ddp" and config.tp > 1:
         raise ValueError("train: --wrap ddp takes whole weights, so --tp 1; --wrap fsdp2 takes both")
     if ranks is None:
-        _check_folders(config)
-        open_data(config)
         count = shape[0] * shape[1] * shape[2]
+        check_local(count)
+        _check_folders(config)
         if count > 1:
+            open_data(config)
             _start_ranks(count, arguments)
     config = dataclasses.replace(config, dp=shape[0])
     with joined_world(timedelta(seconds=config.timeout)):
@@ -101,52 +134,103 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> None:
 
 
 def _check_folders(config: TrainConfig) -> None:
-    """Nothing of another run is overwritten, and what is resumed is there."""
-    if config.resume is not None:
-        find_checkpoint(config.resume)
-        if run_of(config.resume).resolve() == config.out.resolve():
-            return
-    if config.out.exists() and not config.out.is_dir():
-        raise ValueError(f"train: --out {config.out} is a file; give another folder")
-    if (config.out / "config.json").exists() or list_checkpoints(config.out):
-        raise ValueError(
-            f"train: --out {config.out} holds a run already; --resume {config.out} goes on with it, another --out "
-            f"leaves it alone"
-        )
+    """Nothing of another run or of anybody else is overwritten, and what is resumed is there."""
+    if _is_restart(config):
+        return
+    own = config.resume == "auto" or (config.resume is not None and _same(run_of(config.resume), config.out))
+    with _worded_paths():
+        if isinstance(config.resume, Path) and not (own and is_run(config.resume)):
+            check_resumable(config.resume)
+        if not own or not is_run(config.out):
+            check_new(config.out)
 
 
-def _was_restarted() -> bool:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+@contextmanager
+def _worded_paths() -> Iterator[None]:
+    """A path that cannot be looked at (too long, not allowed) is wrong input."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"train: {error.filename} cannot be read: {error.strerror}; give another path") from None
 
 
-def _restarted(config: TrainConfig) -> TrainConfig:
-    """After torchrun has started the ranks again: go on with the newest checkpoint of the run itself."""
-    if _was_restarted() and list_checkpoints(config.out):
-        return dataclasses.replace(config, resume=config.out)
-    return config
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _is_restart(config: TrainConfig) -> bool:
+    """Whether torchrun has started the ranks again, after a life that had begun the run."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and was_begun_by_this_job(config.out)
 
 
 def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
     mesh = make_mesh(shape)
-    first, fault = mesh.world.rank == 0, None
-    if first and not _was_restarted():
+    lock, fault, again = None, None, False
+    if mesh.world.rank == 0:
         try:
             _check_folders(config)
+            again = _is_restart(config) and bool(list_checkpoints(config.out))
+            lock = RunLock(config.out)
         except ValueError as error:
             fault = error
-    mesh.world.begin("train.folder", tell=[], fault=fault).told.wait()
-    trainer = Trainer(_restarted(config), mesh)
-    if not first:
+    told = mesh.world.begin("train.folder", tell=[int(again)], fault=fault).told.wait()
+    begun = dataclasses.replace(config, resume="auto") if told[0][0] else config  # by another life of the ranks
+    try:
+        with StopRequest(config.grace) as stop:
+            try:
+                trainer = Trainer(begun, mesh, lambda: stop.signal)
+            except BaseException:
+                if lock is not None:
+                    lock.undo()
+                raise
+            try:
+                _run(config, trainer)
+            finally:
+                trainer.close()
+    finally:
+        if lock is not None:
+            lock.close()
+    if trainer.ended_by:
+        sys.exit(status_of(trainer.ended_by))
+
+
+def _run(config: TrainConfig, trainer: Trainer) -> None:
+    """Take the steps; rank 0 writes and tells of them."""
+    if trainer.mesh.world.rank:
         for _ in trainer:
             pass
         return
+    try:
+        _write_steps(config, trainer)
+    except OSError as error:
+        path, why = error.filename or config.out, error.strerror or error
+        raise RuntimeError(f"train: {path} could not be written: {why}; {say_what_is_whole(config.out)}") from error
+    if trainer.ended_by:
+        name, saved = signal.Signals(trainer.ended_by).name, step_folder(config.out, trainer.done)
+        _say(f"{name}: stopped after step {trainer.done}, saved as {saved}; --resume {config.out} goes on")
+        return
+    lines, ranks = read_lines(config.out / "metrics.jsonl"), trainer.mesh.world.size
+    Console(stderr=True).print(traffic_table(lines, ranks))
+    try:
+        report = write_report(config.out)
+    except (ValueError, OSError) as error:
+        raise RuntimeError(
+            f"train: all steps are done and saved, but the report could not be written: {error}"
+        ) from None
+    print(json.dumps({"run": str(config.out), "report": str(report)}))
+
+
+def _write_steps(config: TrainConfig, trainer: Trainer) -> None:
     (config.out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     forget_halves(config.out)
-    (config.out / "config.json").write_text(config.as_json())
+    write_whole(config.out / CONFIG, config.as_json())
     weights = sum(parameter.numel() for name, parameter in trainer.model.named_parameters() if "bigrams" not in name)
     table = config.table_rows * config.width
-    facts = {"mesh": f"{mesh}", "data": trainer.corpus.name, "tokens": len(trainer.corpus.tokens)}
+    facts = {"mesh": f"{trainer.mesh}", "data": trainer.corpus.name, "tokens": len(trainer.corpus.tokens)}
     show_config(config, {**facts, "weights": f"{weights:,} and a table of {table:,}", "from step": trainer.done})
+    if trainer.done == config.steps:
+        _say(f"step {trainer.done} of {config.steps} is done already; --steps N goes on")
+        return
     metrics, line = MetricsFile(config.out, trainer.done), ProgressLine(config, trainer.done)
     try:
         for result in trainer:
@@ -155,5 +239,3 @@ def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
     finally:
         line.close()
         metrics.close()
-    Console(stderr=True).print(traffic_table(read_lines(config.out / "metrics.jsonl"), mesh.world.size))
-    print(json.dumps({"run": str(config.out), "report": str(write_report(config.out))}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 import types
 import typing
@@ -11,7 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.train.small_file import is_plain_file
+
 MODEL = ("width", "layers", "pattern", "heads", "kv_heads", "hidden", "table_rows", "dtype")  # fixed by weights
+MOST_STEPS = 99_999_999  # names of checkpoints have eight digits
+LONGEST_WAIT = 1e7  # seconds
+LEAST_LOCAL = 64  # ranks that may always be started on one machine
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,9 @@ class TrainConfig:
 
     out: Path = Path("run")
     """Folder of the run: config.json, metrics.jsonl, checkpoints."""
-    resume: Path | None = None
-    """Go on with the newest whole checkpoint of this run's folder (or with this checkpoint)."""
+    resume: Literal["auto"] | Path | None = None
+    """Go on with the newest whole checkpoint of this run's folder (or with this checkpoint). auto: with that of --out,
+    or begin there if it has none."""
     steps: int = 200
     """Optimizer steps in all."""
     seed: int = 0
@@ -41,6 +48,8 @@ class TrainConfig:
     """How a sequence is cut over the context-parallel ranks."""
     timeout: float = 600.0
     """Seconds after which a rank that waits for another gives up."""
+    grace: float = 25.0
+    """Seconds after SIGTERM or Ctrl-C in which the step is finished and saved; then the run ends without."""
 
     data: Path | None = None
     """Text file, folder of text, or token .bin. Left out: the source text of Python's standard library."""
@@ -122,8 +131,17 @@ class TrainConfig:
         for name in ("lr", "lr_adamw", "lr_rows", "weight_decay", "lr_end"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"train: {flag(name)} must be finite and not negative, got {getattr(self, name)}")
-        if not self.clip > 0 or not self.timeout > 0:
-            raise ValueError(f"train: --clip and --timeout must be > 0, got {self.clip} and {self.timeout}")
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"train: --steps must be at most {MOST_STEPS:,}, got {self.steps}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"train: --seed must be an integer of 64 bits, got {self.seed}")
+        if not self.clip > 0:
+            raise ValueError(f"train: --clip must be > 0, got {self.clip}")
+        for name in ("timeout", "grace"):
+            if not 0 < getattr(self, name) <= LONGEST_WAIT:
+                raise ValueError(
+                    f"train: {flag(name)} must be > 0 and at most {LONGEST_WAIT:.0f} s, got {getattr(self, name)}"
+                )
         if not 0 <= self.held_out < 1:
             raise ValueError(f"train: --held-out must be in [0, 1), got {self.held_out}")
         if not self.pattern or set(self.pattern) - set("ls"):
@@ -177,15 +195,29 @@ def fit_mesh(dp: int | None, cp: int, tp: int, ranks: int | None) -> tuple[int, 
     return dp, cp, tp
 
 
+def check_local(ranks: int) -> None:
+    """Raise if so many ranks cannot be meant for one machine."""
+    most = max(LEAST_LOCAL, os.cpu_count() or 1)
+    if ranks > most:
+        raise ValueError(
+            f"train: --dp x --cp x --tp is {ranks} ranks, but at most {most} are started on this machine; start more "
+            f"by torchrun over several"
+        )
+
+
 def read_config(path: Path, base: TrainConfig | None = None) -> TrainConfig:
     """Settings from a .json or .toml file, over those of ``base``. Nothing in the file is executed."""
     try:
+        if path.exists() and not is_plain_file(path):
+            raise ValueError(f"train: config {path} is not a file; give a .json or .toml file")
         text = path.read_text()
     except OSError as error:
         raise ValueError(f"train: config {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"train: config {path} is not text; give a .json or .toml file") from None
     try:
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"train: config {path} is not {path.suffix.lstrip('.') or 'json'}: {error}") from None
     return take_settings(values, f"config {path}", base)
 
@@ -205,14 +237,15 @@ def take_settings(values: Any, source: str, base: TrainConfig | None = None) -> 
 
 def _take(source: str, name: str, value: Any, hint: Any) -> Any:
     """A value of a file as the setting's type, or an error that names it."""
-    choices = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    choices = typing.get_args(hint) if union else (hint,)
     for kind in choices:
         if typing.get_origin(kind) is Literal:
-            if any(value == one and type(value) is type(one) for one in kind.__args__):
+            if any(value == one and type(value) is type(one) for one in typing.get_args(kind)):
                 return value
         elif kind is Path and isinstance(value, str):
             return Path(value)
-        elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        elif kind is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
             return float(value)
         elif isinstance(kind, type) and type(value) is kind:
             return value

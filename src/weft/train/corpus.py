@@ -7,6 +7,7 @@ to predict, and a model can end a document.
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 import os
 import stat
@@ -23,11 +24,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from weft.train.small_file import is_plain_file
+
+logger = logging.getLogger(__name__)
 BYTES = 256  # the vocabulary of text
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
 _HEADER = 256 * 4  # of token files that have one: int32 magic, version, number of tokens, and nothing
 _MAGICS = (20240520, 20240801)  # of two-byte and of four-byte tokens, as llm.c writes them
-_CHUNK = 1 << 22  # tokens looked at together: the check of a file needs little memory
+_CHUNK = 1 << 22  # tokens or bytes looked at together: the check of a file needs little memory
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -123,20 +127,40 @@ def _read_text(path: Path) -> tuple[str, bytearray, Tensor]:
         return _read_folder(path)
     if not stat.S_ISREG(mode):
         _refuse(path, "is neither a file nor a folder; give a text file, a folder or a token file (.bin)")
+    packed = bytearray(b"\0")
+    if path.stat().st_size:
+        _tell_reading(path)
     try:
-        text = path.read_bytes()
+        where = _append_text(path, packed)
     except OSError as error:
         _refuse_unreadable(path, error)
-    if not text:
+    if where is not None:
+        _refuse(path, f"is not text (byte {where} is 0); give a text file, or name a token file *.bin")
+    if len(packed) == 1:
         _refuse(path, "is empty; give a file with text")
-    if b"\0" in text:
-        _refuse(path, f"is not text (byte {text.index(0)} is 0); give a text file, or name a token file *.bin")
-    return str(path), *_pack([text])
+    return str(path), packed, torch.zeros(1, dtype=torch.int64)
+
+
+def _tell_reading(source: object) -> None:
+    logger.info("train: reading data %s", source)
+
+
+def _append_text(path: Path, packed: bytearray) -> int | None:
+    """Add the text in a file, piece by piece; at a zero byte nothing is added, and its place returned."""
+    begin = len(packed)
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK):
+            if (zero := piece.find(0)) >= 0:
+                where = len(packed) - begin + zero
+                del packed[begin:]
+                return where
+            packed += piece
+    return None
 
 
 def _read_folder(folder: Path) -> tuple[str, bytearray, Tensor]:
     left_out: Counter[str] = Counter()
-    packed, starts = _pack(_texts(folder, _walk(folder, left_out), left_out))
+    packed, starts = _pack(folder, _walk(folder, left_out), left_out)
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()) if count)
     left = f" (left out: {reasons})" if reasons else ""
     if not packed:
@@ -158,26 +182,6 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
         yield from (Path(place, name) for name in files if not name.startswith("."))
 
 
-def _texts(folder: Path, paths: Iterable[Path], left_out: Counter[str]) -> Iterator[bytes]:
-    """The text in these files, in an order that every machine has in common and that mixes folders.
-
-    It is that of a hash of the paths below ``folder``: what is held out at the end is then a fair sample.
-    """
-
-    def key(path: Path) -> bytes:
-        return hashlib.sha256(os.fsencode(path.relative_to(folder).as_posix())).digest()
-
-    for path in sorted(paths, key=key):
-        try:
-            text = path.read_bytes() if path.is_file() else None
-        except OSError:
-            text = None
-        if text and b"\0" not in text:
-            yield text
-        else:
-            left_out["unreadable" if text is None else "binary" if text else "empty"] += 1
-
-
 def _read_library() -> tuple[str, bytearray, Tensor]:
     """The source of the standard library without its tests, and without what was written when Python was built."""
     folder = Path(sysconfig.get_path("stdlib"))
@@ -185,21 +189,47 @@ def _read_library() -> tuple[str, bytearray, Tensor]:
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY and not name.startswith("config-")]
         paths += [Path(place, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")]
-    packed, starts = _pack(_texts(folder, paths, Counter()))
+    packed, starts = _pack(folder, paths, Counter())
     if not packed:
         raise ValueError(f"train: there is no source of the standard library at {folder}; give --data PATH")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"Python {version} standard library, {len(starts)} files", packed, starts
 
 
-def _pack(texts: Iterable[bytes]) -> tuple[bytearray, Tensor]:
-    packed = bytearray()
-    starts = []
-    for text in texts:
-        starts.append(len(packed))
+def _pack(folder: Path, paths: Iterable[Path], left_out: Counter[str]) -> tuple[bytearray, Tensor]:
+    """The text in these files, in an order that every machine has in common and that mixes folders; where files begin.
+
+    The order is that of a hash of the paths below ``folder``: what is held out at the end is then a fair sample.
+    """
+
+    def key(path: Path) -> bytes:
+        return hashlib.sha256(os.fsencode(path.relative_to(folder).as_posix())).digest()
+
+    packed, starts, ordered = bytearray(), [], sorted(paths, key=key)
+    if ordered:
+        _tell_reading(folder)
+    for path in ordered:
+        begin = len(packed)
         packed += b"\0"
-        packed += text
+        reason = _why_not(path, packed)
+        if reason is None:
+            starts.append(begin)
+        else:
+            del packed[begin:]
+            left_out[reason] += 1
     return packed, torch.tensor(starts, dtype=torch.int64)
+
+
+def _why_not(path: Path, packed: bytearray) -> str | None:
+    """Add the text in a file; why nothing was added, if so."""
+    begin = len(packed)
+    if not is_plain_file(path):
+        return "unreadable"
+    try:
+        where = _append_text(path, packed)
+    except OSError:
+        return "unreadable"
+    return "binary" if where is not None else "empty" if len(packed) == begin else None
 
 
 # Token files
@@ -222,6 +252,7 @@ def _open_tokens(path: Path, vocabulary: int | None, token_bytes: int, document_
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
         tokens = torch.frombuffer(content, dtype=_DTYPES[token_bytes])
 
+    _tell_reading(path)
     # One look at everything, for the largest token, the documents and the digest.
     largest, places, digest = 0, [torch.zeros(1, dtype=torch.int64)], hashlib.sha256(f"{document_token}".encode())
     for at in range(0, len(tokens), _CHUNK):

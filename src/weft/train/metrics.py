@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from weft.comm import Axis, Ledger
+from weft.train.small_file import is_plain_file, write_whole
 
 FAMILIES = ("linear attention", "softmax attention", "embedding rows", "REKLS", "AdamW", "agreeing")
 _PREFIXES = {
@@ -41,6 +41,7 @@ class StepTraffic:
     bytes: dict[str, int]
     exposed: dict[str, float]
     seconds: float  # of the slowest rank
+    signal: int = 0  # the highest that a rank was sent: all end after the same step
 
     @property
     def exposed_share(self) -> float:
@@ -48,20 +49,21 @@ class StepTraffic:
         return sum(self.exposed.values()) / self.seconds if self.seconds else 0.0
 
 
-def share_traffic(world: Axis, ledger: Ledger, seconds: float) -> StepTraffic:
-    """Everybody's figures put together; all ranks must call it."""
+def share_traffic(world: Axis, ledger: Ledger, seconds: float, signal: int = 0) -> StepTraffic:
+    """Everybody's figures put together; all ranks must call it. ``signal``: one that this rank was sent, or 0."""
     sent, exposed = dict.fromkeys(FAMILIES, 0.0), dict.fromkeys(FAMILIES, 0.0)
     for event in ledger.events:
         sent[family_of(event.operation)] += event.bytes_sent
     for operation, start, end in ledger.exposed:
         exposed[family_of(operation)] += end - start
-    mine = torch.tensor([*sent.values(), *exposed.values(), seconds], dtype=torch.float64)
+    mine = torch.tensor([*sent.values(), *exposed.values(), seconds, signal], dtype=torch.float64)
     rows = torch.stack(world.begin("train.metrics").all_gather(mine).wait())
     total, count = rows.sum(0).tolist(), len(FAMILIES)
     return StepTraffic(
         {name: int(value) for name, value in zip(FAMILIES, total[:count], strict=True)},
-        {name: value / world.size for name, value in zip(FAMILIES, total[count:-1], strict=True)},
-        float(rows[:, -1].max()),
+        {name: value / world.size for name, value in zip(FAMILIES, total[count:-2], strict=True)},
+        float(rows[:, -2].max()),
+        int(rows[:, -1].max()),
     )
 
 
@@ -88,18 +90,22 @@ class MetricsFile:
     """``metrics.jsonl`` of a run, a line for each step; TensorBoard too where it is installed."""
 
     def __init__(self, folder: Path, after: int) -> None:
-        """Go on after step ``after``: lines of later steps, of a run that was ended, are dropped."""
-        path = folder / "metrics.jsonl"
-        kept = [line for line in read_lines(path) if line["step"] <= after]
-        fresh = path.with_suffix(".partial")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(fresh, path)
-        self._file = path.open("a", buffering=1)
+        """Go on after step ``after``: lines of later steps, which are made again, are dropped, and half a last line."""
+        self._path = folder / "metrics.jsonl"
+        before = self._path.read_bytes() if is_plain_file(self._path) else b""
+        lines = split_lines(before)
+        half = bool(lines) and lines[-1][1] is None
+        kept = [text for text, step in lines[: -1 if half else None] if step is None or step <= after]
+        write_whole(self._path, b"".join(line + b"\n" for line in kept))
+        self._file = self._path.open("a", buffering=1)
         self._board = _open_board(folder, after)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Add a step."""
-        self._file.write(json.dumps(line) + "\n")
+        """Add a step. An OSError names the file."""
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
         if self._board is not None:
             for name, value in line.items():
                 for key, number in value.items() if isinstance(value, Mapping) else [("", value)]:
@@ -107,21 +113,41 @@ class MetricsFile:
                         self._board.add_scalar(f"{name}/{key}" if key else name, number, line["step"])
 
     def close(self) -> None:
-        """Write out what is still in memory."""
-        self._file.close()
+        """Write out what is still in memory, as far as there is room."""
+        try:
+            self._file.close()
+        except OSError:
+            pass  # a full disk, of which `write` has told
         if self._board is not None:
             self._board.close()
 
 
+def split_lines(content: bytes) -> list[tuple[bytes, int | None]]:
+    """(line, its step) of a metrics file; None for a line that is no step, where something broke it."""
+    found: list[tuple[bytes, int | None]] = []
+    for text in content.split(b"\n"):
+        if not text.strip():
+            continue
+        line = _parse(text)
+        found.append((text, None if line is None else line["step"]))
+    return found
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file; the last one may be half-written, where a run was killed."""
-    if not path.is_file():
+    """The steps of a metrics file. Lines that are none, as where a run was killed, are passed over."""
+    if not is_plain_file(path):
         return
-    for text in path.read_text().splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            return
+    for text in path.read_bytes().split(b"\n"):
+        if (line := _parse(text)) is not None:
+            yield line
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and type(line.get("step")) is int else None
 
 
 def _open_board(folder: Path, after: int) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +16,7 @@ from weft.train.config import TrainConfig
 from weft.train.metrics import FAMILIES
 from weft.train.trainer import StepResult
 
+EVERY = 10.0  # seconds between lines where they stay
 _WHAT = {
     "linear attention": "states",
     "softmax attention": "keys, values, gradients",
@@ -33,10 +36,14 @@ def show_config(config: TrainConfig, facts: dict[str, Any]) -> None:
 
 
 class ProgressLine:
-    """A live line on a terminal; elsewhere about twenty lines in all."""
+    """A live line on a terminal, above which validation losses stay; elsewhere a line every ten seconds.
 
-    def __init__(self, config: TrainConfig, done: int) -> None:
-        self._steps, self._every = config.steps, max(1, config.steps // 20)
+    The first step and the last have one everywhere else, too, and so has every validation loss.
+    """
+
+    def __init__(self, config: TrainConfig, done: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._clock = config.steps, clock
+        self._began, self._first, self._told = clock(), done, float("-inf")
         self._live: Progress | None = None
         if sys.stderr.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[told]}"))
@@ -48,12 +55,20 @@ class ProgressLine:
         """After a step."""
         told = f"loss {result.loss:.4f}  {result.tokens_per_second:,.0f} tokens/s"
         told += f"  exposed {100 * result.traffic.exposed_share:.0f} %"
-        if result.valid_loss is not None:
-            told += f"  validation loss {result.valid_loss:.4f}"
+        valid = "" if result.valid_loss is None else f"  validation loss {result.valid_loss:.4f}"
+        line = f"step {result.step}/{self._steps}  {told}{valid}  ETA {self._left(result.step)}"
+        now = self._clock()
         if self._live is not None:
             self._live.update(self._task, completed=result.step, told=told)
-        elif result.step % self._every == 0 or result.step in (1, self._steps) or result.valid_loss is not None:
-            print(f"step {result.step}/{self._steps}  {told}", file=sys.stderr, flush=True)
+            if valid:
+                self._live.console.print(line, highlight=False)
+        elif valid or result.step == self._steps or now - self._told >= EVERY:
+            self._told = now
+            print(line, file=sys.stderr, flush=True)
+
+    def _left(self, step: int) -> timedelta:
+        """How long the steps that are left take, as fast as those of this life."""
+        return timedelta(seconds=round((self._clock() - self._began) / (step - self._first) * (self._steps - step)))
 
     def close(self) -> None:
         """Leave the line as it is."""
@@ -63,8 +78,7 @@ class ProgressLine:
 
 def traffic_table(lines: Iterable[dict[str, Any]], ranks: int) -> Table:
     """Bytes and exposed seconds of each family, the mean over steps but the first, which sets up connections."""
-    taken = list(lines)
-    taken = taken[1:] or taken
+    taken = _whole(lines)
     seconds = sum(line["seconds"] for line in taken)
     table = Table(title=f"A step on {ranks} ranks", title_justify="left")
     for name in ("family", "what is sent", "MB, all ranks", "exposed ms", "% of step"):
@@ -81,8 +95,7 @@ def compare_table(
     lines: Iterable[dict[str, Any]], plain: Mapping[str, int], methods: Mapping[str, str], ranks: int
 ) -> Table:
     """Bytes of each family in a step beside those of plain pieces."""
-    taken = list(lines)
-    taken = taken[1:] or taken
+    taken = _whole(lines)
     table = Table(title=f"Sent in a step by {ranks} ranks together, MB", title_justify="left")
     for name in ("family", "weft", "plain pieces", "x", "the plain piece"):
         table.add_column(name, justify="left" if name in ("family", "the plain piece") else "right")
@@ -93,6 +106,24 @@ def compare_table(
         table.add_row(family, *_compared(sent, other), methods.get(family, ""))
     table.add_row("all", *_compared(*totals), "", style="bold")
     return table
+
+
+def _whole(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines with all figures but the first; at least one."""
+    taken = [line for line in lines if _has_all(line)]
+    return (
+        taken[1:]
+        or taken
+        or [{"seconds": 1.0, "bytes": dict.fromkeys(FAMILIES, 0), "exposed": dict.fromkeys(FAMILIES, 0.0)}]
+    )
+
+
+def _has_all(line: dict[str, Any]) -> bool:
+    numbers = [line.get("seconds")]
+    for name in ("bytes", "exposed"):
+        told = line.get(name)
+        numbers += [told.get(family) for family in FAMILIES] if isinstance(told, dict) else [None]
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def _compared(sent: float, other: float) -> tuple[str, str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
+import sys
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -14,7 +14,7 @@ import tyro
 
 from weft.train import report_figures as figures
 from weft.train.report_picture import write_picture
-from weft.train.report_run import Run, read_run
+from weft.train.report_run import Run, read_run, write_page
 from weft.train.report_scale import short
 from weft.train.report_style import SCRIPT, STYLE
 
@@ -36,9 +36,13 @@ def show_report(
         out: The file to write; report.html in the run's folder if not given.
         picture: Also write an .svg file of what a step sends, and when.
     """
-    if picture is not None:
-        print(f"picture: {write_picture(run, picture).resolve()}")
-    print(f"report: {write_report(run, beside=beside, out=out).resolve()}")
+    try:
+        if picture is not None:
+            print(f"picture: {write_picture(run, picture).resolve()}")
+        print(f"report: {write_report(run, beside=beside, out=out).resolve()}")
+    except OSError as error:
+        print(f"report: {error.filename} could not be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 def write_report(run: Path, *, beside: Path | None = None, out: Path | None = None) -> Path:
@@ -53,15 +57,7 @@ def write_report(run: Path, *, beside: Path | None = None, out: Path | None = No
     read, other = read_run(run), None if beside is None else read_run(beside)
     if not read.steps:
         raise ValueError(f"report: {run / 'metrics.jsonl'} has no whole step; a run writes a line after each step")
-    if target.is_dir():
-        raise ValueError(f"report: {target} is a folder; give the name of a file as --out")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(assemble(read, other), encoding="utf-8", errors="replace")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_page(target, assemble(read, other))
     return target
 
 

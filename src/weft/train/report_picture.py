@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.train.report_charts import WIDTHS, byte_bars, text
 from weft.train.report_figures import byte_rows
-from weft.train.report_run import read_run
+from weft.train.report_run import read_run, write_page
 from weft.train.report_style import STYLE
 from weft.train.report_timeline import draw_timeline
 
@@ -38,8 +38,9 @@ def write_picture(run: Path, out: Path) -> Path:
     size = f"{-MARGIN} 0 {WIDTHS['wide'] + 2 * MARGIN} {y - MARGIN:.0f}"
     background = f'<rect x="{-MARGIN}" width="100%" height="100%" class="blank"/>'
     style = STYLE + "svg text { font-family: system-ui, sans-serif } svg { width: auto; margin: 0 }"
-    out.write_text(
+    write_page(
+        out,
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}">\n<style>{style}</style>\n{background}\n'
-        + "\n".join(inside) + "\n</svg>\n"
+        + "\n".join(inside) + "\n</svg>\n",
     )  # fmt: skip
     return out

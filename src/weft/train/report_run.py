@@ -6,8 +6,10 @@ step is counted and left out, a file that cannot be read becomes a note.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -104,8 +106,34 @@ class Run:
         return "one process" if self.ranks == 1 else f"{self.ranks} ranks"
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write what a report is, whole or not at all; ValueError if there can be no such file, OSError if no room."""
+    try:
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "not a file"
+            raise ValueError(f"report: {path} is {what}; give the name of a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise ValueError(f"report: {path} cannot be written: {error.strerror}; give the name of a file") from None
+
+
 def read_run(folder: Path) -> Run:
     """Read a run's folder. ValueError if there is no metrics.jsonl; every other file may be missing."""
+    try:
+        return _read_run(folder)
+    except OSError as error:
+        raise ValueError(f"report: {error.filename or folder} cannot be read: {error.strerror}") from None
+
+
+def _read_run(folder: Path) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(

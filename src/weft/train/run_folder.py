@@ -1,24 +1,37 @@
-"""The folder of a run: its checkpoints by step, which of them is the newest whole one, and the state they hold."""
+"""The folder of a run: what is in it, who may write to it, and which checkpoint comes after which.
+
+All checkpoints beside one another belong to one line of training: the newest is the one with the highest number. A run
+that goes back moves what came later aside, into ``checkpoints/abandoned-N``. Only names that weft writes are touched.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import re
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-import weft
 from weft.comm import checkpoint
-from weft.train.model import LanguageModel
-from weft.train.optimizer import names_of
+from weft.train.config import TrainConfig, read_config, take_settings
+from weft.train.metrics import split_lines
+from weft.train.small_file import is_plain_file, write_whole
 
 logger = logging.getLogger(__name__)
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, CONFIG, LOCK = "checkpoints", "config.json", "run.lock"
+# What a run's folder may hold. One that holds anything else and no checkpoint is somebody's.
+WRITTEN = {
+    CHECKPOINTS, CONFIG, LOCK, "metrics.jsonl", "timeline.json", "plain.json", "report.html", "tensorboard",
+    ".config.json.partial", ".metrics.jsonl.partial", ".timeline.json.partial",
+}  # fmt: skip
+_STEP = re.compile(r"step-(\d{8})")
+_FACTS = {"step": int, "position": int, "groups": list, "data": str, "vocabulary": int, "config": dict}
+
+
+# Names.
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -26,118 +39,206 @@ def step_folder(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step of a checkpoint, by its name; None if weft does not name folders so.
+
+    >>> step_of(Path("step-00000060")), step_of(Path("step-00000060-best"))
+    (60, None)
+    """
+    found = _STEP.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
 def list_checkpoints(run: Path) -> list[Path]:
     """Checkpoints of a run, the newest first; whether they are whole is not looked at."""
-    found = (run / CHECKPOINTS).glob("step-*") if (run / CHECKPOINTS).is_dir() else ()
-    return sorted((path for path in found if path.is_dir() and path.suffix != ".partial"), reverse=True)
+    folder = run / CHECKPOINTS
+    found = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted((path for path in found if step_of(path) is not None and path.is_dir()), reverse=True)
+
+
+def run_of(path: Path) -> Path:
+    """The folder of a run, of which ``path`` may be a checkpoint."""
+    return path.parent.parent if path.parent.name == CHECKPOINTS else path
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run of weft is there, begun or ended."""
+    if not folder.is_dir():
+        return False
+    names = set(os.listdir(folder))
+    return bool(list_checkpoints(folder)) or LOCK in names or (CONFIG in names and names <= WRITTEN)
+
+
+def check_new(out: Path) -> None:
+    """Raise if a new run cannot begin in ``out``: it must not be there, or be empty."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"train: --out {out} is a file; give another folder")
+    if is_run(out):
+        raise ValueError(
+            f"train: --out {out} holds a run already; --resume {out} goes on with it, another --out leaves it alone"
+        )
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"train: --out {out} is not empty and not a run; give another folder, or an empty one")
+
+
+# One run at a time.
+
+
+class RunLock:
+    """The right to write to a run's folder; a process that ends, however it does, has it no longer."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._new = run, not (run / LOCK).exists()
+        try:
+            self._made = [folder for folder in (run, *run.parents) if not folder.exists()]
+            run.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ValueError(f"train: --out {run} cannot be written ({error.strerror}); give another folder") from None
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._handle, 100).decode(errors="replace").strip()
+            os.close(self._handle)
+            raise ValueError(
+                f"train: --out {run} is being written by another run ({holder or 'unknown'}); wait for its end, or "
+                f"give another --out"
+            ) from None
+        except OSError as error:
+            logger.warning("train: %s cannot be locked (%s): start no other run there", run, error.strerror)
+        self._note(f"process {os.getpid()} on {os.uname().nodename}, job {job_name()}\n")
+
+    def _note(self, holder: str) -> None:
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, holder.encode(), 0)
+        except OSError:  # a full disk; the lock holds without it
+            pass
+
+    def undo(self) -> None:
+        """Leave no trace of a run that could not begin."""
+        if self._new:
+            (self._run / LOCK).unlink(missing_ok=True)
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """Let others write."""
+        os.close(self._handle)
+
+
+def job_name() -> str:
+    """What all lives of a rank that torchrun starts again have in common."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return name if name != "none" else f"{os.uname().nodename} {os.getppid()}"
+
+
+def was_begun_by_this_job(run: Path) -> bool:
+    """Whether an earlier life of this process has written there."""
+    lock = run / LOCK
+    return is_plain_file(lock) and lock.read_text(errors="replace").strip().endswith(f", job {job_name()}")
+
+
+# Checkpoints.
 
 
 def forget_halves(run: Path) -> None:
     """Remove what killed writes have left."""
-    for folder in (run / CHECKPOINTS).glob("*.partial"):
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in (run / CHECKPOINTS).glob("step-*.partial"):
+        if step_of(folder.with_suffix("")) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
-    """(folder, what it says of itself) of the newest whole checkpoint of a run, or of the checkpoint ``path`` itself.
+def leave_behind(run: Path, step: int) -> None:
+    """Before training goes on after ``step``: move later checkpoints aside, with the metrics of their steps."""
+    later = [folder for folder in list_checkpoints(run) if (step_of(folder) or 0) > step]
+    if not later:
+        return
+    number = 1
+    while (aside := run / CHECKPOINTS / f"abandoned-{number}").exists():
+        number += 1
+    aside.mkdir()
+    metrics = run / "metrics.jsonl"
+    if is_plain_file(metrics):
+        lines = [text for text, at in split_lines(metrics.read_bytes()) if at is not None and at > step]
+        write_whole(aside / metrics.name, b"".join(line + b"\n" for line in lines))
+    for folder in later:
+        folder.rename(aside / folder.name)
+    names = ", ".join(folder.name for folder in later)
+    logger.warning("train: going on after step %d; what came later (%s) is kept in %s", step, names, aside)
 
-    A damaged one is named in the log, and the one before it taken.
+
+def read_facts(folder: Path, digests: bool = False) -> dict[str, Any]:
+    """What a checkpoint says of itself; a ValueError that names it if it is damaged. ``digests``: read all of it."""
+    facts = checkpoint.read_manifest(folder, digests)
+    for name, kind in _FACTS.items():
+        value = facts.get(name)
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            raise ValueError(
+                f"the checkpoint {folder} is damaged: {checkpoint.MANIFEST} must have {name!r}, {kind.__name__}, but "
+                f"has {value!r:.40}"
+            )
+    return facts
+
+
+def whole_checkpoints(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(folder, what it says of itself) of the whole checkpoints of a run, the newest first, or of checkpoint ``path``.
+
+    Damaged ones are named in the log. Raises if there is none at all, or none that is whole.
     """
-    if (path / checkpoint.MANIFEST).exists() or path.name.startswith("step-"):
-        return path, checkpoint.read_manifest(path)
+    if is_plain_file(path / checkpoint.MANIFEST) or step_of(path) is not None:
+        yield path, read_facts(path, digests=True)
+        return
+    check_resumable(path)
     found = list_checkpoints(path)
-    if not found:
-        raise ValueError(f"train: --resume {path} is neither a run with a checkpoint nor a checkpoint")
     for folder in found:
         try:
-            return folder, checkpoint.read_manifest(folder)
+            yield folder, read_facts(folder, digests=True)
         except ValueError as error:
             logger.warning("%s; the one before it is used", error)
     raise ValueError(f"train: --resume {path} has no whole checkpoint; its newest, {found[0]}, is damaged")
 
 
-class Saver:
-    """Writes checkpoints of a run beside its training, one at a time."""
-
-    def __init__(self, run: Path, keep: int) -> None:
-        self._run, self._keep, self.group = run, keep, checkpoint.new_group()
-        self._under_way: tuple[Future[Any], Path] | None = None
-
-    def start(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Begin to write the checkpoint of a step; all ranks must call it."""
-        self.wait()
-        folder = step_folder(self._run, step)
-        begun = checkpoint.start_saving(folder, tensors, {"step": step, **facts}, self._forget_old, self.group)
-        self._under_way = begun, folder
-
-    def wait(self) -> None:
-        """Until the last one is written. Raises on every rank if it could not be; those before it are as they were."""
-        if self._under_way is None:
-            return
-        (future, folder), self._under_way = self._under_way, None
-        error = future.exception()
-        if error is None:
-            return
-        shutil.rmtree(checkpoint.partial_name(folder), ignore_errors=True)
-        before = next(iter(list_checkpoints(self._run)), None)
-        kept = f"{before} is whole" if before is not None else "there is none before it"
-        raise RuntimeError(
-            f"train: the checkpoint {folder} could not be written: {checkpoint.why_not_saved(error)}; {kept}"
-        ) from error
-
-    def _forget_old(self) -> None:
-        for folder in list_checkpoints(self._run)[self._keep :]:
-            gone = checkpoint.partial_name(folder)
-            folder.rename(gone)  # at once, so that nobody takes half of it for a checkpoint
-            shutil.rmtree(gone, ignore_errors=True)
+def check_resumable(path: Path) -> None:
+    """Raise if there is no checkpoint at ``path``, nor a run that has one; whether they are whole is not looked at."""
+    if not list_checkpoints(path) and not is_plain_file(path / checkpoint.MANIFEST):
+        raise ValueError(f"train: --resume {path} is neither a run with a checkpoint nor a checkpoint")
 
 
-def tensors_of(model: LanguageModel, step: weft.OverlappedStep) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors by name, parameter groups) of a run's state; all ranks must ask."""
-    saved = step.state_dict()  # first: it brings rows up to date
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    for name, state in zip(names_of(model, step), _states(saved), strict=True):
-        tensors.update({f"optimizer.{name}.{key}": value for key, value in state.items()})
-    return tensors, saved
+def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The first of `whole_checkpoints`."""
+    return next(whole_checkpoints(path))
 
 
-def load_state(folder: Path, model: LanguageModel, step: weft.OverlappedStep, groups: list[dict[str, Any]],
-               group: Any) -> None:  # fmt: skip
-    """Take weights and optimizer state from a checkpoint of any mesh; all ranks must call it."""
-    tensors, saved = tensors_of(model, step)
-    there = checkpoint.saved_names(folder)
-    if set(tensors) != there:
-        lacking, more = sorted(set(tensors) - there), sorted(there - set(tensors))
-        raise ValueError(
-            f"train: the checkpoint {folder} is of another model or optimizer: it lacks {lacking[:3]}, and has besides "
-            f"{more[:3]}; resume with the settings it was made with"
-        )
-    tensors = {name: value.detach().clone() for name, value in tensors.items()}
-    checkpoint.load_tensors(folder, tensors, group)
-    model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
-    prefixes = [f"optimizer.{name}." for name in names_of(model, step)]
-    states = {
-        number: {key: tensors[prefix + key] for key in state}
-        for number, (prefix, state) in enumerate(zip(prefixes, _states(saved), strict=True))
-    }
-    merged = [{**now, **before, "params": now["params"]} for now, before in
-              zip(saved["param_groups"], groups, strict=True)]  # fmt: skip
-    step.load_state_dict({"state": states, "param_groups": merged})
+def newest_whole(run: Path) -> Path | None:
+    """The newest checkpoint whose files are there with their sizes, if there is one."""
+    for folder in list_checkpoints(run):
+        try:
+            checkpoint.read_manifest(folder)
+        except ValueError:
+            continue
+        return folder
+    return None
 
 
-def groups_to_save(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parameter groups as JSON holds them: without the parameters, which have names."""
-    return [
-        {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()
-         if name not in ("params", "param_names")}
-        for group in saved["param_groups"]
-    ]  # fmt: skip
-
-
-def _states(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    count = sum(len(group["params"]) for group in saved["param_groups"])
-    states = [dict(saved["state"].get(number, {})) for number in range(count)]
-    for state in states:
-        for key, value in state.items():
-            state[key] = value if isinstance(value, Tensor) else torch.tensor(float(value))
-    return states
+def saved_settings(path: Path) -> TrainConfig | None:
+    """The settings of the run at ``path`` (or of the checkpoint ``path``): its config.json, or a checkpoint's."""
+    run, fault = run_of(path), None
+    if (run / CONFIG).exists():
+        try:
+            return read_config(run / CONFIG)
+        except ValueError as error:
+            fault = error
+            logger.warning("%s; the settings of a checkpoint are used, if there is one", error)
+    for folder in [path] if is_plain_file(path / checkpoint.MANIFEST) else list_checkpoints(run):
+        try:
+            facts = read_facts(folder)
+        except ValueError:
+            continue
+        return take_settings(facts["config"], f"{folder / checkpoint.MANIFEST}")
+    if fault is not None and list_checkpoints(run):
+        raise fault
+    return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +16,33 @@ from weft.comm.mesh import make_mesh
 from weft.train.config import take_settings
 from weft.train.corpus import BYTES
 from weft.train.model import LanguageModel
-from weft.train.run_folder import find_checkpoint
+from weft.train.run_folder import whole_checkpoints
+from weft.train.run_state import check_sizes
 
+logger = logging.getLogger(__name__)
 BEGIN = 0  # the byte before a document, and so the one after its end
 
 
 def load_model(run: Path) -> LanguageModel:
     """The model of a run's newest whole checkpoint (or of the checkpoint ``run``), from any mesh, in one process."""
+    why = None
     try:
-        folder, facts = find_checkpoint(run)
+        for folder, facts in whole_checkpoints(run):
+            try:
+                return _load(folder, facts)
+            except (ValueError, RuntimeError, OSError) as error:
+                why = error
+                logger.warning("%s cannot be loaded: %s; the one before it is used", folder, error)
     except ValueError as error:
-        raise ValueError(f"{error}".replace("train: --resume", "sample:")) from None
+        why = why or error
+    raise ValueError(f"{why}".replace("train: --resume", "sample:")) from None
+
+
+def _load(folder: Path, facts: dict[str, Any]) -> LanguageModel:
     config = take_settings(facts["config"], f"{folder / checkpoint.MANIFEST}")
-    model = LanguageModel(config, int(facts["vocabulary"]), make_mesh((1, 1, 1)))
+    config.check()
+    check_sizes(folder, config, facts["vocabulary"])
+    model = LanguageModel(config, facts["vocabulary"], make_mesh((1, 1, 1)))
     wanted = {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
     checkpoint.load_tensors(folder, wanted, None)
     model.load_state_dict({name.removeprefix("model."): value for name, value in wanted.items()})

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +17,16 @@ from weft.comm.mesh import ParallelMesh
 from weft.comm.text import share_text
 from weft.comm.torch_parallel import wrap_with_ddp_beside_tables, wrap_with_fsdp2
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
-from weft.train.config import MODEL, TrainConfig, flag
+from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
 from weft.train.metrics import StepTraffic, share_traffic, spans_of
 from weft.train.mixers import Place
 from weft.train.model import LanguageModel
 from weft.train.optimizer import make_step, rate_at, set_rates
-from weft.train.run_folder import Saver, find_checkpoint, groups_to_save, load_state, tensors_of
-
-logger = logging.getLogger(__name__)
+from weft.train.resume import Resumption
+from weft.train.run_folder import leave_behind, run_of
+from weft.train.run_state import Saver, StateToLoad, groups_to_save, tensors_of
+from weft.train.small_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,19 @@ class Trainer:
 
     What crosses ranks in a step: states and keys and values between context ranks, rows and their gradients between
     all ranks, gradients to owners and results back, activations between tensor ranks (by torch), and integers.
+
+    ``signal``: the number of a signal that this process was sent, or 0. Once any rank has one, all save the same step
+    and end after it; ``ended_by`` is the number then.
     """
 
-    def __init__(self, config: TrainConfig, mesh: ParallelMesh) -> None:
-        self.config, self.mesh = config, mesh
-        self.done = 0
+    def __init__(self, config: TrainConfig, mesh: ParallelMesh, signal: Callable[[], int] = lambda: 0) -> None:
+        self.config, self.mesh, self._signal = config, mesh, signal
+        self.done, self.ended_by = 0, 0
         corpus = self._open_data()
         self.corpus, held_out = corpus.split(config.held_out) if config.held_out else (corpus, None)
+        before = Resumption(mesh.world, config) if config.resume is not None else None
+        if before is not None and before.facts is not None:
+            before.check_data(self.corpus.digest, corpus.vocabulary)
         device = "cuda" if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu"
         self.device = torch.device(device)
         self.model = self._make_model(corpus.vocabulary).to(self.device)
@@ -95,7 +100,7 @@ class Trainer:
             "context_size": mesh.context.size, "layout": config.layout, "length": config.length,
             "hash_rows": lambda tokens, bounds: self.model.bigrams.rows_of(tokens, cu_seqlens=bounds),
         }  # fmt: skip
-        position = self._resume() if config.resume is not None else 0
+        position = 0 if before is None or before.facts is None else self._resume(before)
         self._batches = Batches(self.corpus, batch=config.batch, seed=config.seed, position=position, **self._where)
         self._held_out = held_out
 
@@ -133,6 +138,12 @@ class Trainer:
         try:
             while self.done < config.steps:
                 result = self.take_step()
+                if result.traffic.signal and self.done < config.steps:
+                    self.ended_by = result.traffic.signal
+                    self._save()
+                    self._saver.wait()
+                    yield result
+                    return
                 if config.validate_every and (self.done % config.validate_every == 0 or self.done == config.steps):
                     result = replace(result, valid_loss=self.validation_loss())
                 last = self.done == config.steps
@@ -145,8 +156,9 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
+        """End the thread that reads ahead, and a write that is under way."""
         self._batches.close()
+        self._saver.close()
 
     def take_step(self) -> StepResult:
         """One optimizer step on the next batch."""
@@ -171,7 +183,7 @@ class Trainer:
         self.done += 1
         if self.done == config.timeline_step:
             self._write_timeline(ledger, began, ended)
-        traffic = share_traffic(self.mesh.world, ledger, ended - began)
+        traffic = share_traffic(self.mesh.world, ledger, ended - began, self._signal())
         assert self.step.norm is not None
         return StepResult(self.done, shown, self.step.norm, self._tokens_of_step, traffic)
 
@@ -213,7 +225,7 @@ class Trainer:
         everybody = share_text(self.mesh.world, "train.timeline", mine)
         if self.mesh.world.rank == 0:
             ranks = [{"rank": rank, "spans": json.loads(text)} for rank, text in enumerate(everybody)]
-            (self.config.out / "timeline.json").write_text(json.dumps({"step": self.done, "ranks": ranks}))
+            write_whole(self.config.out / "timeline.json", json.dumps({"step": self.done, "ranks": ranks}))
 
     # Checkpoints.
 
@@ -226,26 +238,18 @@ class Trainer:
         }  # fmt: skip
         self._saver.start(self.done, tensors, facts)
 
-    def _resume(self) -> int:
-        """Take up the state of a checkpoint: rank 0 says which, so that all take the same."""
-        assert self.config.resume is not None
-        fault, chosen = None, ""
-        try:
-            chosen = str(find_checkpoint(self.config.resume)[0])
-        except ValueError as error:
-            fault = error
-        self.mesh.world.begin("train.resume", tell=[], fault=fault).told.wait()
-        folder = Path(share_text(self.mesh.world, "train.resume", chosen)[0])
-        _, facts = find_checkpoint(folder)
-        before = facts["config"]
-        for name in (*MODEL, "length"):  # the place in the data counts sequences of this length
-            now = getattr(self.config, name)
-            if before[name] != now:
-                raise ValueError(
-                    f"train: --resume {folder} was made with {flag(name)} {before[name]}, not {now}; leave it as it was"
-                )
-        if facts["data"] != self.corpus.digest or before["seed"] != self.config.seed:
-            logger.warning("train: --resume %s was made with other data or another seed; its place is kept", folder)
-        load_state(folder, self.model, self.step, facts["groups"], self._saver.group)
+    def _resume(self, before: Resumption) -> int:
+        """Take up the state of a checkpoint; the position in the data. What came after it is moved aside."""
+        facts = before.load(StateToLoad(self.model, self.step), self._saver.group)
         self.done = int(facts["step"])
+        config, fault = self.config, None
+        goes_back = self.done < config.steps and run_of(before.folder).resolve() == config.out.resolve()
+        if goes_back and self.mesh.world.rank == 0:
+            try:
+                leave_behind(config.out, self.done)
+            except OSError as error:
+                fault = ValueError(
+                    f"train: what came after step {self.done} in {config.out} cannot be moved aside: {error.strerror}"
+                )
+        self.mesh.world.begin("train.back", tell=[], fault=fault).told.wait()
         return int(facts["position"])
