@@ -240,7 +240,7 @@ def test_going_on_after_a_broken_line(call, tmp_path: Path) -> None:
         (["--timeout", "nan"], "--timeout must be > 0 and at most"),
         (["--timeout", "1e300"], "--timeout must be > 0 and at most"),
         (["--grace", "0"], "--grace must be > 0"),
-        (["--dp", "1000000", "--batch", "1000000"], "is 1000000 ranks, but at most"),
+        (["--dp", "1000000", "--batch", "1000000"], "at most 512 on one machine, got 1000000"),
         (["--seed", str(10**30)], "--seed must be an integer of 64 bits"),
         (["--steps", "100000000"], "--steps must be at most 99,999,999"),
         (["--data", "pipe"], "--data pipe is neither a file nor a folder"),

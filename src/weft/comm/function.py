@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from weft.comm.autocast import outside_autocast
+
 if TYPE_CHECKING:
     from weft.comm.axis import Axis
 
@@ -28,8 +30,8 @@ class RankFunction(torch.autograd.Function):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         backward = cls.backward if cls.any_order else _only_once(cls.operation, cls.backward)
-        cls.forward = staticmethod(_outside_autocast(cls.forward))  # type: ignore[method-assign]
-        cls.backward = staticmethod(_outside_autocast(backward))  # type: ignore[method-assign]
+        cls.forward = staticmethod(outside_autocast()(cls.forward))  # type: ignore[method-assign]
+        cls.backward = staticmethod(outside_autocast()(backward))  # type: ignore[method-assign]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -51,20 +53,6 @@ def tie(x: Tensor) -> Tensor:
     """An empty tensor that hangs on ``x`` in the graph and holds nothing of its memory."""
     with torch.enable_grad():
         return x[:0].clone()
-
-
-def _outside_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(ctx: Any, *args: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
-            return method(ctx, *args)
-        device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-        if not torch.amp.is_autocast_available(device):
-            return method(ctx, *args)
-        with torch.autocast(device, enabled=False):
-            return method(ctx, *args)
-
-    return run
 
 
 def _only_once(operation: str, backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from weft.comm.checkpoint import find_format_fault
 from weft.comm.mesh import make_mesh
 from weft.comm.rendezvous import joined_world
 from weft.errors import CommError
-from weft.train.config import TrainConfig, check_local, fit_mesh, read_config
+from weft.train.config import TrainConfig, fit_mesh, read_config
 from weft.train.metrics import MetricsFile, read_lines
 from weft.train.progress import ProgressLine, show_config, traffic_table
 from weft.train.report import write_report
@@ -42,9 +42,10 @@ from weft.train.run_state import say_what_is_whole
 from weft.train.small_file import write_whole
 from weft.train.stop_request import StopRequest, status_of
 from weft.train.trainer import Trainer, open_data
-from weft.world.local_ranks import run_ranks
+from weft.world.local_ranks import check_count, run_ranks
 
 T = TypeVar("T")
+_SLACK = 10.0  # seconds that ranks have beyond their own --grace
 WORDED = ("train: ", "OverlappedStep: ")  # errors that say what went wrong and what was kept
 
 
@@ -118,19 +119,20 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
         raise ValueError("train: --wrap ddp takes whole weights, so --tp 1; --wrap fsdp2 takes both")
     if ranks is None:
         count = shape[0] * shape[1] * shape[2]
-        check_local(count)
+        check_count(count, "train: --dp x --cp x --tp")
         _check_folders(config)
         if count > 1:
             open_data(config)
-            _start_ranks(count, arguments)
+            _start_ranks(count, arguments, config.grace)
     config = dataclasses.replace(config, dp=shape[0])
     with joined_world(timedelta(seconds=config.timeout)):
         _train(config, shape)
 
 
-def _start_ranks(count: int, arguments: Sequence[str]) -> None:
+def _start_ranks(count: int, arguments: Sequence[str], grace: float) -> None:
     """Run this same command as ``count`` local ranks, and end as they do."""
-    sys.exit(run_ranks([sys.executable, "-P", "-m", "weft.train", *arguments], count, "train"))
+    command = [sys.executable, "-P", "-m", "weft.train", *arguments]
+    sys.exit(run_ranks(command, count, "train", patience=grace + _SLACK))
 
 
 def _check_folders(config: TrainConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import tomllib
 import types
 import typing
@@ -17,7 +16,6 @@ from weft.train.small_file import is_plain_file
 MODEL = ("width", "layers", "pattern", "heads", "kv_heads", "hidden", "table_rows", "dtype")  # fixed by weights
 MOST_STEPS = 99_999_999  # names of checkpoints have eight digits
 LONGEST_WAIT = 1e7  # seconds
-LEAST_LOCAL = 64  # ranks that may always be started on one machine
 
 
 @dataclass(frozen=True)
@@ -193,16 +191,6 @@ def fit_mesh(dp: int | None, cp: int, tp: int, ranks: int | None) -> tuple[int, 
             f"leave out --dp, or start {dp * cp * tp} ranks"
         )
     return dp, cp, tp
-
-
-def check_local(ranks: int) -> None:
-    """Raise if so many ranks cannot be meant for one machine."""
-    most = max(LEAST_LOCAL, os.cpu_count() or 1)
-    if ranks > most:
-        raise ValueError(
-            f"train: --dp x --cp x --tp is {ranks} ranks, but at most {most} are started on this machine; start more "
-            f"by torchrun over several"
-        )
 
 
 def read_config(path: Path, base: TrainConfig | None = None) -> TrainConfig:
