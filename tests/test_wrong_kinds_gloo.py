@@ -95,3 +95,42 @@ def test_a_wrong_group_is_told_where_it_is(pool: ProcessWorld) -> None:
     )
     assert "the mesh has 2 dimensions" in mesh and "(raised on this rank alone)" in mesh
     assert "this rank is not a member of the group" in other and "(raised on this rank alone)" in other
+
+
+def step_with_wrong_betas(axis: weft.Axis) -> tuple[Outcome, Outcome]:
+    """`RowAdam.step` sends nothing: the others hear of a fault when they next wait for that rank."""
+    group = dist.new_group(range(3), timeout=timedelta(seconds=40))
+    if axis.rank >= 3:
+        return ("", ""), ("", "")
+    table = weft.ShardedEmbedding(12, 4, group=group)
+    optimizer = weft.RowAdam(table.parameters())
+    table(torch.arange(6)).sum().backward()
+    if axis.rank == ODD:
+        optimizer.param_groups[0]["betas"] = (0.9, "a")
+    at_the_step = outcome_of(lambda **_: optimizer.step(), {})
+    if axis.rank == ODD:
+        return at_the_step, at_the_step
+    return at_the_step, outcome_of(lambda **_: table(torch.arange(6)), {})
+
+
+def test_a_fault_where_nothing_is_sent_is_heard_of_later(pool: ProcessWorld) -> None:
+    results = pool.run(step_with_wrong_betas)[:3]
+    assert [here for here, _ in results] == [("", ""), results[ODD][0], ("", "")]
+    assert {later for _, later in results} == {("TypeError", "RowAdam: betas must be a number, got 'a' (str) (rank 1)")}
+
+
+def pass_other_numbers_of_sets(axis: weft.Axis) -> Outcome:
+    """After a first call: one rank has two sets of ids, so it tells more integers than the others expect."""
+    group = dist.new_group(range(3), timeout=timedelta(seconds=40))
+    if axis.rank >= 3:
+        return "", ""
+    ids = torch.arange(3)
+    weft.RowExchange(ids, 6, group=group).start_ids()
+    sets = [ids, ids] if axis.rank == ODD else [ids]
+    return outcome_of(lambda **_: weft.RowExchange(sets, 6, group=group).wait_ids(), {})
+
+
+def test_ranks_that_tell_other_numbers_of_integers_are_told_apart(pool: ProcessWorld) -> None:
+    results = pool.run(pass_other_numbers_of_sets)[:3]
+    assert len(set(results)) == 1 and results[0][0] == "DisagreementError", results
+    assert "rank 1 called rows(num_embeddings=(6, 6))" in results[0][1]

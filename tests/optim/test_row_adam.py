@@ -55,6 +55,28 @@ def test_lazy_is_its_definition(decay: float) -> None:
     torch.testing.assert_close(table.weight.detach(), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("betas", [(0.5, 0.0), (0.0, 0.0), (0.5, 1e-30)])
+def test_a_second_beta_of_nothing_is_that_of_torch(betas: tuple[float, float]) -> None:
+    batches = [[1, 2], [3], [3], [3], [8], [3], [1, 2, 8]]
+
+    def program(axis: weft.Axis) -> float:
+        table, dense = table_of(group=axis), table_of(group=axis.subset([axis.rank]))
+        whole = dense.weight.detach().clone().requires_grad_()
+        optimizer = weft.RowAdam(table.parameters(), lr=0.01, betas=betas, eps=0.1)
+        adam = torch.optim.Adam([whole], lr=0.01, betas=betas, eps=0.1)
+        for step, ids in enumerate(batches):
+            backward(table, ids, step)
+            whole.grad = None
+            (whole[ids] * (1 + 0.1 * step)).sin().sum().backward()
+            for one in (optimizer, adam):
+                one.step()
+            optimizer.zero_grad()
+        return float((table.full_weight() - whole).detach().abs().max())
+
+    assert max(virtual_world(3).run(program).results) < 1e-12
+
+
 @pytest.mark.parametrize("width", [1, 3, 16, 31])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_both_ways_of_a_step_give_the_same_bits(width: int, dtype: torch.dtype) -> None:
@@ -295,7 +317,7 @@ def test_what_cannot_be_right_is_refused() -> None:
     before = table.weight.detach().clone()
     backward(table, [1], 0)
     optimizer.param_groups[1]["lr"] = -1.0  # of the second group: the first is not stepped either
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="must be finite and not negative"):
         optimizer.step()
     assert torch.equal(before, table.weight) and optimizer.state[table.weight]["step"] == 0
 

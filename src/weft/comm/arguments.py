@@ -127,7 +127,7 @@ def find_number_fault(
             is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
         if not is_number:
             return TypeError(f"{operation}: {name} must be a number, got {_with_kind(value)}{at(rank)}")
-        number = float(value)  # type: ignore[arg-type]
+        number, _ = float(value), str(value)  # type: ignore[arg-type]  # it is shown to the other ranks
         if allow != "any" and (math.isnan(number) or (allow == "finite" and math.isinf(number))):
             return ValueError(f"{operation}: {name} must be a {allow} number, got {number}{at(rank)}")
         return None

@@ -82,7 +82,7 @@ class OverlappedStep(torch.optim.Optimizer):
         check_parts(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
         self.parts = name_parts(parts)
         self._given = scatter_order, work_order
-        self._clip, self._on_nonfinite = clip, on_nonfinite
+        self._clip, self._on_nonfinite = None if clip is None else float(clip), on_nonfinite
         self.norm: float | None = None
         self._last: StepRecord | None = None
         self._settled: dict[str, float] = {}  # seconds that writing took in the last step

@@ -92,7 +92,7 @@ class StepPart(torch.optim.Optimizer):
         name = type(self).__name__
         if fault := find_option_fault(name, on_nonfinite, clip):
             raise fault
-        self._on_nonfinite, self._clip = on_nonfinite, clip
+        self._on_nonfinite, self._clip = on_nonfinite, None if clip is None else float(clip)
         self._run: StepRun | None = None  # the step under way
         self._next = "start"  # what may be called
         self.present: Collection[Tensor] = ()  # parameters with gradients, in the step under way
