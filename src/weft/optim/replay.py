@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast
 
@@ -147,6 +147,9 @@ class _Replayed:
         while self._pending is not None:
             self._pending.wait()
             self._go()
+
+    def attempt(self, number: int | None, work: Callable[[], None], instead: Callable[[], None]) -> None:
+        work()
 
     def work_on(self, bucket: int, scale: float) -> None:
         self.wait()
