@@ -260,7 +260,7 @@ class RowAdam(StepPart):
         numbered = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in enumerate(numbered):
             rows = self._rows[weight]
-            rows.catch_up(None, for_step=True)
+            rows.settle(self._group_of(weight))
             table = rows.table
             whole = {name: to_checkpoint(table.axis, table.ownership, self.state[weight][name]) for name in _MOMENTS}
             saved["state"][number] = {"step": self.state[weight]["step"].clone(), **whole}
