@@ -18,7 +18,7 @@ def keep_own_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[s
     """Saved param groups with the options that the optimizer's groups have, and no others."""
     groups = [dict(group) for group in saved]
     for group, now in zip(groups, optimizer.param_groups, strict=False):
-        for name in optimizer.defaults:
+        for name in optimizer.defaults.keys() & now.keys():  # loading puts options of torch's among the defaults
             group.setdefault(name, now[name])
         for name in set(group) - set(now):
             del group[name]
