@@ -15,6 +15,7 @@ from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.embedding.exchange import RowExchange
 from weft.embedding.gather import all_rows
 from weft.embedding.lookup import Lookup, WholeTable
+from weft.embedding.modes import outside_modes
 from weft.embedding.ownership import Ownership, find_ownership_fault
 from weft.embedding.prefetch import Prefetch
 from weft.embedding.table import RowTable
@@ -160,7 +161,7 @@ class ShardedEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of ``ids``, ``[*ids.shape, embedding_dim]``."""
         gradient = self.weight.requires_grad and torch.is_grad_enabled()
-        with torch.no_grad():
+        with outside_modes(self.weight):
             exchange, rows = self._fetch(ids, gradient)
             if self.replicate:
                 with self.table.writing():
@@ -180,9 +181,10 @@ class ShardedEmbedding(nn.Module):
         right: see docs/rows.md.
         """
         gradient = self.weight.requires_grad and torch.is_grad_enabled()
-        with torch.no_grad():
-            if self._prefetch is not None:
-                self._prefetch.settle(False)
+        with outside_modes(self.weight):
+            before, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
+            if before is not None:
+                before.settle(False)
             self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient))
 
     def full_weight(self) -> Tensor:
@@ -211,12 +213,13 @@ class ShardedEmbedding(nn.Module):
         return RowExchange.of("embedding", sets, sizes, kind, self.axis, options)
 
     def _fetch(self, ids: Tensor, gradient: bool) -> tuple[RowExchange, Tensor]:
-        if (early := self._prefetch) is not None:
-            rows, used = early.settle(torch.equal(early.ids, ids))
-            if used:
-                self._prefetch = None
+        early, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
+        if early is not None:
+            rows, used = early.settle(early.is_for(ids))
             if rows is not None:
                 return early.exchange, rows
+            if not used:
+                self._prefetch = early
         exchange = self._open(ids, gradient)
         exchange.wait_ids()
         (rows,) = exchange.pull([self.table.current(exchange[0].merged.unique)]).wait()

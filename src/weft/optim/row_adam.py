@@ -13,6 +13,7 @@ from weft.comm import Axis, ledger
 from weft.comm.ledger import Event
 from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
+from weft.embedding.modes import outside_modes
 from weft.embedding.spare import SpareMemory
 from weft.optim.part import Examined, StepPart, call_closure
 from weft.optim.row_costs import RowCosts
@@ -79,7 +80,7 @@ class RowAdam(StepPart):
             table: RowTable = weight.row_table
             shape = (table.ownership.count(table.axis.rank), weight.shape[1])
             first, second = (torch.zeros(shape, dtype=table.wide, device=weight.device) for _ in range(2))
-            self.state[weight] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+            self.state[weight] = {"step": torch.tensor(0.0, dtype=torch.float32), "exp_avg": first, "exp_avg_sq": second}
             self._rows[weight] = RowState(table, (first, second), 0, group)
             table.current()  # another optimizer may have kept it until now
             table.keeper = self
@@ -93,7 +94,8 @@ class RowAdam(StepPart):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.row_table.has_gradient:
-                    self._step(group, weight)
+                    with outside_modes(weight):
+                        self._step(group, weight)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -234,10 +236,10 @@ class RowAdam(StepPart):
 
     # What tables ask: see `weft.embedding.table.RowKeeper`.
 
-    @torch.no_grad()
     def catch_up(self, table: RowTable, places: Tensor | None) -> None:
         """Bring own rows of a table (None: all) to where the last step left it."""
-        self._rows[table.weight].catch_up(places, for_step=False)
+        with outside_modes(table.weight):
+            self._rows[table.weight].catch_up(places, for_step=False)
 
     def is_restless(self, table: RowTable, places: Tensor) -> Tensor:
         """Of own rows: whether the next step changes them even if they get no gradient."""
