@@ -13,7 +13,6 @@ from worlds import virtual_world
 
 import weft
 
-pytestmark = pytest.mark.usefixtures("network")
 ROWS = 40
 
 

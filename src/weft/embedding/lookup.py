@@ -88,6 +88,6 @@ class WholeTable(torch.autograd.Function):
 def _take_later(table: RowTable, collect: Callable[[], None]) -> None:
     """When the backward under way has ended, in the thread that called it; or when the table's optimizer asks."""
     if table.collects_late:
-        table.arriving.append(collect)
+        table.expect_gradient(collect)
     else:
         Variable._execution_engine.queue_callback(collect)
