@@ -8,6 +8,7 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
+from weft.embedding import prefetch
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -172,3 +173,49 @@ def test_what_is_expected_does_not_pile_up(kind: str) -> None:
             optimizer.step()
     assert len(table.table._awaiting) <= (64 if kind == "nobody" else 1)
     assert table.table.will_change(torch.arange(12)).tolist() == [kind != "lazy" and row < 6 for row in range(12)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_buffer_that_is_filled_again_is_another_batch(size: int) -> None:
+    def program(axis: weft.Axis) -> list[bool]:
+        table = table_of(axis)
+        buffer = NEXT.clone()
+        table.prefetch(buffer)
+        buffer.copy_(torch.tensor([0, 1, 2, 3, 10, 11, 11]))
+        right = [torch.equal(table(buffer), rows_now(table, buffer))]
+        buffer.copy_(NEXT)  # these are on their way since then
+        right += [torch.equal(table(buffer), rows_now(table, buffer)), table._prefetch is None]
+        table.prefetch(buffer)  # other memory, or another dtype
+        right += [torch.equal(table(buffer.int()), rows_now(table, buffer)), table._prefetch is not None]
+        return right
+
+    for right in virtual_world(size).run(program).results:
+        assert right == [True] * 5
+
+
+@pytest.mark.parametrize("then", ["forward", "prefetch"])
+def test_a_prefetch_that_failed_is_forgotten(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch_early = prefetch.Prefetch._fetch_early
+
+    def fail_at_first(self: prefetch.Prefetch, call: object) -> None:
+        fetch_early(self, call)
+        if not hasattr(self._table, "has_failed"):
+            self._table.has_failed = True
+            raise MemoryError("no room for rows")
+
+    def program(axis: weft.Axis) -> list[object]:
+        table = table_of(axis)
+        found: list[object] = []
+        try:
+            table.prefetch(NEXT)  # by NCCL's rules it fails here
+            (table if then == "forward" else table.prefetch)(NEXT)
+        except MemoryError as error:
+            found.append(str(error))
+        for ids in (NEXT, THIS):
+            found.append(torch.equal(table(ids), rows_now(table, ids)))
+        table.prefetch(THIS)
+        return [*found, torch.equal(table(THIS), rows_now(table, THIS))]
+
+    monkeypatch.setattr(prefetch.Prefetch, "_fetch_early", fail_at_first)
+    for found in virtual_world(3).run(program).results:
+        assert found == ["no room for rows", True, True, True]

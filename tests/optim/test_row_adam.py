@@ -282,6 +282,22 @@ def test_loading_one_of_both_in_the_middle(what: str) -> None:
     torch.testing.assert_close(table.full_weight(), plain.weight, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["rows", "slices"])
+def test_a_state_is_loaded_twice(kind: str) -> None:
+    table, vector = table_of(), nn.Parameter(torch.ones(3))
+    optimizer = weft.RowAdam(table.parameters(), lr=0.05) if kind == "rows" else weft.ShardedAdamW([vector], lr=0.05)
+    backward(table, [1, 2], 0)
+    vector.grad = torch.ones(3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in range(3):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    again = optimizer.state_dict()
+    assert again["param_groups"] == saved["param_groups"]
+    for name, value in saved["state"][0].items():
+        assert torch.equal(again["state"][0][name], value)
+
+
 def test_bf16_tables_have_fp32_moments_that_survive_loading() -> None:
     torch.manual_seed(0)
     table = weft.ShardedEmbedding(9, 3, dtype=torch.bfloat16)

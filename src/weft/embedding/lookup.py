@@ -108,6 +108,6 @@ def _refuse_graph(operation: str, axis: Axis) -> None:
 def _take_later(table: RowTable, collect: Callable[[], None]) -> None:
     """When the backward under way has ended, in the thread that called it; or when the table's optimizer asks."""
     if table.collects_late:
-        table.arriving.append(collect)
+        table.expect_gradient(collect)
     else:
         Variable._execution_engine.queue_callback(collect)

@@ -29,7 +29,8 @@ class Prefetch:
     """One batch's rows under way. Making it starts them; `settle` ends them."""
 
     def __init__(self, table: RowTable, ids: Tensor, exchange: RowExchange) -> None:
-        self.ids, self.exchange, self._table = ids, exchange, table
+        self._ids = ids.clone()  # a loader may fill the same memory with the next batch
+        self.exchange, self._table = exchange, table
         self._rows = table.weight.detach().new_empty(len(exchange[0].needed.unique), table.weight.shape[1])
         self._came = torch.zeros(len(self._rows), dtype=torch.bool, device=self._rows.device)  # of the needed rows
         self._sent = self._came[:0]  # of the rows others asked for
@@ -63,6 +64,12 @@ class Prefetch:
             marks = came[at].to(self._came.device)
             self._came[one.owned_by(at)] = marks
             self._rows[one.owned_by(at)][marks] = rows
+
+    def is_for(self, ids: Tensor) -> bool:
+        """Whether these are the ids whose rows were fetched."""
+        return (ids.shape, ids.dtype) == (self._ids.shape, self._ids.dtype) and torch.equal(
+            ids.to(self._ids.device), self._ids
+        )
 
     def settle(self, wanted: bool, fault: Exception | None = None) -> tuple[Tensor | None, bool]:
         """(the rows ``[U, d]``, True) if every rank wants them now. (None, False) if nobody does: they are kept.

@@ -17,6 +17,7 @@ from weft.embedding.exchange import RowExchange
 from weft.embedding.gather import all_rows
 from weft.embedding.ids import find_ids_fault
 from weft.embedding.lookup import Lookup, WholeTable
+from weft.embedding.modes import outside_modes
 from weft.embedding.ownership import Ownership, find_ownership_fault
 from weft.embedding.prefetch import Prefetch
 from weft.embedding.table import RowTable
@@ -169,7 +170,7 @@ class ShardedEmbedding(nn.Module):
     def _look_up(self, ids: Tensor, fault: Exception | None) -> Tensor:
         """The rows of ``ids``; or the ``fault`` of this rank's arguments, on all ranks."""
         gradient = self.weight.requires_grad and torch.is_grad_enabled()
-        with torch.no_grad():
+        with outside_modes(self.weight):
             exchange, rows = self._fetch(ids, gradient, fault)
             if self.replicate:
                 with self.table.writing():
@@ -190,10 +191,10 @@ class ShardedEmbedding(nn.Module):
         """
         gradient = self.weight.requires_grad and torch.is_grad_enabled()
         fault = self._find_fault(ids)
-        with torch.no_grad():
-            early, self._prefetch = self._prefetch, None  # one that fails is dropped
-            if early is not None:
-                early.settle(False, fault)
+        with outside_modes(self.weight):
+            before, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
+            if before is not None:
+                before.settle(False, fault)
             self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient, fault))
 
     def full_weight(self) -> Tensor:
@@ -228,13 +229,13 @@ class ShardedEmbedding(nn.Module):
         return RowExchange.of("embedding", sets, sizes, kind, self.axis, options)
 
     def _fetch(self, ids: Tensor, gradient: bool, fault: Exception | None) -> tuple[RowExchange, Tensor]:
-        early, self._prefetch = self._prefetch, None  # one that fails is dropped
+        early, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
         if early is not None:
-            rows, used = early.settle(fault is None and torch.equal(early.ids, ids), fault)
-            if not used:
-                self._prefetch = early
+            rows, used = early.settle(fault is None and early.is_for(ids), fault)
             if rows is not None:
                 return early.exchange, rows
+            if not used:
+                self._prefetch = early
         exchange = self._open(ids, gradient, fault)
         exchange.wait_ids()
         (rows,) = exchange.pull([self.table.current(exchange[0].merged.unique)]).wait()

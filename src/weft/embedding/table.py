@@ -46,7 +46,9 @@ class RowTable:
         self._own_writes = self._stepped_by_others = 0
         self._changed: Tensor | None = None  # for each own row the version it last changed in, once somebody asks
         self.collects_late = False  # whether gradients that have arrived are summed when asked for, not in the backward
-        self.arriving: list[Callable[[], None]] = []  # what will take them, in the order of backwards
+        self._arriving: list[Callable[[], None]] = []  # what will take them, in the order of backwards
+        self._promise: Tensor | None = None  # ``weight.grad`` while they are under way
+        self._is_blank = False  # whether that says nothing by itself
         self.pushes = Ledger()  # of those gradients
         self._awaiting: list[Tensor] = []  # places that have been pulled and will get a gradient before the next step
         weight.row_table = self  # type: ignore[attr-defined]
@@ -82,19 +84,50 @@ class RowTable:
         ids = self.ownership.ids(self.axis.rank)
         return (rows - ids.start) // (ids.step or 1)
 
+    def expect_gradient(self, take: Callable[[], None]) -> None:
+        """A gradient is under way that ``take`` waits for and adds.
+
+        Until then ``weight.grad``, if there was none, is a sparse tensor with one row of zeros: whoever removes or
+        empties it, as ``model.zero_grad()`` does, means what is under way.
+        """
+        self._drop_forgotten()
+        self._arriving.append(take)
+        grad = self.weight.grad
+        if grad is None or (grad.is_sparse and not grad._nnz()):
+            rows = min(1, self.ownership.count(self.axis.rank))
+            zeros = torch.zeros(rows, self.weight.shape[1], dtype=self.wide, device=self.weight.device)
+            self._set_gradient(torch.arange(rows, device=zeros.device), zeros)
+            self._is_blank = True
+        self._promise = self.weight.grad
+
+    def _drop_forgotten(self) -> None:
+        """Wait for gradients under way and drop them, if ``weight.grad`` has been set to None or to zero since."""
+        grad = self.weight.grad
+        emptied = grad is not None and grad is self._promise and grad.is_sparse and not grad._nnz()
+        if self._arriving and (grad is None or emptied):
+            self.collect()
+            self.weight.grad = grad
+            self.pushes.events.clear()
+
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient, or one under way."""
-        return self.weight.grad is not None or bool(self.arriving)
+        self._drop_forgotten()
+        return self.weight.grad is not None
 
     def collect(self) -> None:
         """Wait for gradients under way; they are then in ``weight.grad``."""
-        arriving, self.arriving = self.arriving, []
+        arriving, self._arriving = self._arriving, []
+        grad = self.weight.grad
+        if self._is_blank and grad is not None and grad is self._promise and grad._nnz() <= 1:
+            self.weight.grad = None
+        self._promise, self._is_blank = None, False
         for take in arriving:
             take()
 
     def gradient(self) -> tuple[Tensor, Tensor] | None:
         """(places ``[M]``, rows ``[M, d]``) of the gradient that has arrived here; None if there is none."""
+        self._drop_forgotten()
         self.collect()
         grad = self.weight.grad
         if grad is None:

@@ -14,6 +14,7 @@ from weft.comm.arguments import find_choice_fault, read
 from weft.comm.ledger import Event
 from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
+from weft.embedding.modes import outside_modes
 from weft.embedding.spare import SpareMemory
 from weft.optim.group_faults import first_group_fault
 from weft.optim.part import Examined, StepPart, call_closure
@@ -22,7 +23,7 @@ from weft.optim.row_faults import MODES, find_group_fault
 from weft.optim.row_state import RowState
 from weft.optim.row_steps import AdamStep, step_dense, step_rows
 from weft.optim.row_update import RowUpdate
-from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
+from weft.optim.saved_state import OF_TORCH, first_count, keep_own_options, take_apart
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -79,7 +80,11 @@ class RowAdam(StepPart):
             table: RowTable = weight.row_table
             shape = (table.ownership.count(table.axis.rank), weight.shape[1])
             first, second = (torch.zeros(shape, dtype=table.wide, device=weight.device) for _ in range(2))
-            self.state[weight] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+            self.state[weight] = {
+                "step": torch.tensor(0.0, dtype=torch.float32),
+                "exp_avg": first,
+                "exp_avg_sq": second,
+            }
             self._rows[weight] = RowState(table, (first, second), 0, group)
             table.current()  # another optimizer may have kept it until now
             table.keeper = self
@@ -95,7 +100,8 @@ class RowAdam(StepPart):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.row_table.has_gradient:
-                    self._step(group, weight)
+                    with outside_modes(weight):
+                        self._step(group, weight)
         return loss
 
     def _find_fault(self) -> Exception | None:
@@ -234,10 +240,10 @@ class RowAdam(StepPart):
 
     # What tables ask: see `weft.embedding.table.RowKeeper`.
 
-    @torch.no_grad()
     def catch_up(self, table: RowTable, places: Tensor | None) -> None:
         """Bring own rows of a table (None: all) to where the last step left it."""
-        self._rows[table.weight].catch_up(places, for_step=False)
+        with outside_modes(table.weight):
+            self._rows[table.weight].catch_up(places, for_step=False)
 
     def is_restless(self, table: RowTable, places: Tensor) -> Tensor:
         """Of own rows: whether the next step changes them even if they get no gradient."""
@@ -260,7 +266,7 @@ class RowAdam(StepPart):
         numbered = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in enumerate(numbered):
             rows = self._rows[weight]
-            rows.catch_up(None, for_step=True)
+            rows.settle(self._group_of(weight))
             table = rows.table
             whole = {name: to_checkpoint(table.axis, table.ownership, self.state[weight][name]) for name in _MOMENTS}
             saved["state"][number] = {"step": self.state[weight]["step"].clone(), **whole}

@@ -20,11 +20,20 @@ class RowState:
     def __init__(self, table: RowTable, moments: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
         self.table, self.moments = table, moments
         count, device = table.ownership.count(table.axis.rank), table.weight.device
-        self.last = torch.full((count,), step, dtype=torch.int32, device=device)
-        # A row at rest does not move by itself: its momentum is zero.
-        self.at_rest = (moments[0] == 0).all(1) if step else torch.ones(count, dtype=torch.bool, device=device)
-        self.history = StepHistory(step, tuple(group["betas"]), group["eps"], table.wide)
+        self.last = torch.empty(count, dtype=torch.int32, device=device)
         self.shard = Shard(table.shard, *moments)
+        self.begin(step, group)
+
+    def begin(self, step: int, group: dict[str, Any]) -> None:
+        """All rows are up to date at ``step``: from here on everything follows from weights and moments alone."""
+        self.last.fill_(step)
+        self.at_rest = (self.moments[0] == 0).all(1)  # such a row does not move by itself
+        self.history = StepHistory(step, tuple(group["betas"]), group["eps"], self.table.wide)
+
+    def settle(self, group: dict[str, Any]) -> None:
+        """Bring all rows up to date and forget how: what is saved now is all there is, for whoever loads it."""
+        self.catch_up(None, for_step=True)
+        self.begin(self.history.now, group)
 
     def prepare(self, group: dict[str, Any]) -> None:
         """Before a step with the options of ``group``: if the last ones differ, bring all rows up to date."""

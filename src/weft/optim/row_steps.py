@@ -85,7 +85,7 @@ def _put(shard: Shard, places: Tensor, flat: list[Tensor]) -> None:
 
 def _adam(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep) -> None:
     """torch's fused AdamW, on flat memory of whole vector registers."""
-    number = torch.tensor(float(step.number), device=weight.device)
+    number = torch.tensor(float(step.number), dtype=torch.float32, device=weight.device)
     torch._fused_adamw_(
         [weight], [grad], [exp_avg], [exp_avg_sq], [], [number], lr=step.lr, beta1=step.betas[0], beta2=step.betas[1],
         weight_decay=step.weight_decay, eps=step.eps, amsgrad=False, maximize=False,

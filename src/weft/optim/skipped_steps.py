@@ -14,13 +14,15 @@ interpolated in a few Chebyshev points X_k that serve all rows, and the sum beco
 
     F(s) = sum_k  W_k / (s X_k + eps)                                                 k = 1 .. K
 
-right to rounding for every s: in fp32 K is at most 12 for betas (0.9, 0.999) and 32 for (0.9, 0.95), instead of
-hundreds of steps. How many points are needed is found by comparing with the sum itself. m and v fade as b1^j and b2^j;
+right to rounding for every s: in fp32 K is at most 12 for betas (0.9, 0.999) and 24 for (0.9, 0.95), instead of
+hundreds of steps. K depends on the range of the q_j alone, and is enough for a single term anywhere in it: then it is
+enough for their sum whatever the a_j are, zero, tiny or rising by orders of magnitude. m and v fade as b1^j and b2^j;
 once the updates still to come are below rounding (`StepHistory.horizon`), momentum is dropped and the row is at rest.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -28,13 +30,7 @@ import torch
 from torch import Tensor
 
 _MOST = 96  # points; beyond, the steps are summed themselves
-_RATIOS = torch.logspace(
-    -6, 10, 33, dtype=torch.float64
-)  # of s to eps, where the interpolation is compared with the sum
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-14 if dtype == torch.float64 else 2.0**-22
+_WIDTHS = 8  # widths of an interval that are told apart, for each doubling
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,6 @@ class StepHistory:
         self._rates = torch.zeros(64, dtype=torch.float64)  # lr of step base + 1 + index
         self._decays = torch.zeros(65, dtype=torch.float64)  # sum of log(1 - lr wd) of the first ``index`` of them
         self.decays = False  # whether any step had weight decay
-        self._points = 2  # that were enough
-        self._spread = 0.0  # for q that differ by this factor
         self.horizon = _horizon(betas, dtype)
 
     def append(self, lr: float, weight_decay: float) -> None:
@@ -87,30 +81,42 @@ class StepHistory:
         end = self._decays[self.now - self.base]
         a = (step <= self.now) * self._rates[index - 1] * b1**j / (1 - b1**step) * (end - self._decays[index]).exp()
         q = (b2**j / (1 - b2**step)).sqrt()
-        amounts, points = self._shorten(a, q, int(lag.argmax()))
+        amounts, points = _shorten(a, q, self._dtype)
         left = (end - self._decays[(last - self.base).long()]).exp()
         columns = (left[:, None], (b1**lag)[:, None], (b2**lag)[:, None], amounts, points)
         return Skipped(*(column.to(self._dtype) for column in columns))
 
-    def _shorten(self, a: Tensor, q: Tensor, hardest: int) -> tuple[Tensor, Tensor]:
-        """(W, X) for the sums of ``a / (s q + eps)`` over the last dimension of ``[L, J]``; a and q if they are few."""
-        if not a.shape[1]:
-            return a, q
-        low, high = float(q.min()), float(q.max())
-        if low <= 0:  # b2 is 0, or so small that its powers are
-            return a, q
-        if high <= low * self._spread and self._points < a.shape[1] and self.now % 16:
-            return interpolate(a, q, low, high, self._points)
-        whole = (a[hardest] / (_RATIOS[:, None] * q[hardest] + 1)).sum(1)
-        count = max(2, self._points - 2 * (self.now % 16 == 0))  # later steps need fewer
-        while count < min(_MOST, a.shape[1]):
-            amounts, points = interpolate(a[hardest][None], q[hardest][None], low, high, count)
-            error = (amounts / (_RATIOS[:, None] * points + 1)).sum(1) - whole
-            if (error.abs() <= _tolerance(self._dtype) * whole).all():
-                self._points, self._spread = count, high / low
-                return interpolate(a, q, low, high, count)
-            count += 2
+
+def _shorten(a: Tensor, q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(W, X) for the sums of ``a / (s q + eps)`` over the last dimension of ``[L, J]``; a and q if that is no less."""
+    if not a.shape[1]:
         return a, q
+    low, high = float(q.min()), float(q.max())
+    if low <= 0:  # b2 is 0, or so small that its powers are
+        return a, q
+    half = max(2.0**-10, math.log(high / low) / 2)
+    count = _count_points(math.ceil(_WIDTHS * math.log2(half)), dtype)
+    return (a, q) if count >= min(_MOST, a.shape[1]) else interpolate(a, q, low, high, count)
+
+
+@functools.lru_cache(maxsize=512)
+def _count_points(width: int, dtype: torch.dtype) -> int:
+    """Points that are enough for one term anywhere in an interval of log q of half width 2^(width / _WIDTHS).
+
+    In fp64 the error is held to the largest value in the interval: 1e-14 of a smaller one is below rounding there.
+    """
+    half = 2.0 ** (width / _WIDTHS)
+    tolerance = 1e-14 * math.exp(half) if dtype == torch.float64 else 2.0**-22
+    return next((count for count in range(2, _MOST) if _error(half, count) <= tolerance), _MOST)
+
+
+def _error(half: float, count: int) -> float:
+    """The largest relative error of one term interpolated in ``count`` points, for s / eps of any size."""
+    log_q = torch.linspace(-half, half, 8 * count + 1, dtype=torch.float64)[:, None]  # each a sum of one term
+    amounts, points = interpolate(torch.ones_like(log_q), log_q.exp(), math.exp(-half), math.exp(half), count)
+    ratio = torch.linspace(-half - 8, half + 8, 65, dtype=torch.float64).exp()[:, None]
+    found = (amounts[:, None] / (ratio * points + 1)).sum(2)
+    return float((found * (ratio * log_q[:, :, None].exp() + 1)[..., 0] - 1).abs().max())
 
 
 def _horizon(betas: tuple[float, float], dtype: torch.dtype) -> int | None:
