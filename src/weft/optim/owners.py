@@ -94,7 +94,8 @@ class Travel:
         """End the part under way and start the next, if there is one."""
         if self._hops:
             held = self._pending.wait()
-            self._pending = self._hops.popleft()(held)
+            self._pending = self._hops[0](held)
+            self._hops.popleft()  # not before: where a part could not be started, what came so far is not the end
 
     def wait(self) -> Held:
         """End all of it."""
