@@ -12,8 +12,8 @@ S = torch.ones(2, 3, 4)
     ("arguments", "kind", "words"),
     [
         ({"state": torch.ones(3)}, ValueError, r"state must be \[..., K, V\], got \[3\]"),
-        ({"state": [1, 2]}, TypeError, "state must be a tensor, got list"),
-        ({"state": torch.ones(2, 2, dtype=torch.int64)}, TypeError, "floating dtype, got torch.int64"),
+        ({"state": [1, 2]}, TypeError, "state must be a floating tensor, got list"),
+        ({"state": torch.ones(2, 2, dtype=torch.int64)}, TypeError, "state must be a floating tensor, got torch.int64"),
         ({"state": S, "log_decay": torch.zeros(3)}, ValueError, r"log_decay \[3\] fits neither a scalar \[2\]"),
         ({"state": S, "transition": torch.zeros(2, 4, 4)}, ValueError, r"transition must be \[2, 3, 3\]"),
         ({"state": S, "log_decay": torch.zeros(2), "transition": torch.zeros(2, 3, 3)}, ValueError, "not both"),

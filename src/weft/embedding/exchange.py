@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call, Pending
-from weft.comm.arguments import find_tensor_fault, read, show, the_choice
+from weft.comm.arguments import read, show, the_choice
 from weft.comm.parcel import exchange_parcels
 from weft.embedding.compact import segment_sum
-from weft.embedding.ids import IdSet, find_ids_fault
+from weft.embedding.ids import IdSet, find_ids_fault, find_tables_fault
 from weft.embedding.ownership import KINDS, Ownership, find_ownership_fault
 from weft.embedding.spare import SpareMemory
 
@@ -233,7 +233,7 @@ class RowExchange:
 
     def _begin(self, direction: str, tables: Sequence[list[Tensor]], rows: list[int]) -> Call:
         operation, rank = f"{self._operation}.{direction}", self.axis.rank
-        fault = read(operation, rank, lambda: _find_tables_fault(operation, tables, rows, rank))
+        fault = read(operation, rank, lambda: find_tables_fault(operation, tables, rows, rank))
         if fault is not None:
             self.axis.refuse(operation, fault)
         kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
@@ -276,24 +276,6 @@ def _read(
         return fault
     sizes = [int(size) for size in sizes]
     return sets, sizes, _Options(tuple(sizes), the_choice(ownership, KINDS))
-
-
-def _find_tables_fault(
-    operation: str, tables: Sequence[Sequence[Any]], rows: Sequence[int], rank: int
-) -> Exception | None:
-    """What is wrong with tables that must have so many rows."""
-    for table in (table for of_set in tables for table in of_set):
-        if fault := find_tensor_fault(operation, "a table", table, rank, None, "a dense tensor"):
-            return fault
-    shapes = [[list(table.shape) for table in of_set] for of_set in tables]
-    if len(tables) == len(rows) and all(
-        len(shape) == 2 and shape[0] == count for count, of_set in zip(rows, shapes, strict=True) for shape in of_set
-    ):
-        return None
-    return ValueError(
-        f"{operation}: tables of shapes {shapes} for sets of ids with {list(rows)} rows here (rank {rank}); pass "
-        f"[rows, width] for each set, or a list of such"
-    )
 
 
 def _as_list(given: Any) -> list[Tensor]:

@@ -68,3 +68,21 @@ def find_ids_fault(operation: str, ids: Sequence[Any], sizes: Sequence[Any], ran
         if low < 0 or high >= rows:
             return IndexError(f"{operation}: id {low if low < 0 else high} is not a row of 0..{rows - 1} (rank {rank})")
     return None
+
+
+def find_tables_fault(
+    operation: str, tables: Sequence[Sequence[Any]], rows: Sequence[int], rank: int
+) -> Exception | None:
+    """What is wrong with tables that must have so many rows."""
+    for table in (table for of_set in tables for table in of_set):
+        if fault := find_tensor_fault(operation, "a table", table, rank, None, "a dense tensor"):
+            return fault
+    shapes = [[list(table.shape) for table in of_set] for of_set in tables]
+    if len(tables) == len(rows) and all(
+        len(shape) == 2 and shape[0] == count for count, of_set in zip(rows, shapes, strict=True) for shape in of_set
+    ):
+        return None
+    return ValueError(
+        f"{operation}: tables of shapes {shapes} for sets of ids with {list(rows)} rows here (rank {rank}); pass "
+        f"[rows, width] for each set, or a list of such"
+    )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.arguments import read
 from weft.optim.early_gradients import EarlyGradients
 from weft.optim.explain import Explanation
 from weft.optim.joined_state import join_states, read_orders, read_states
@@ -20,7 +19,7 @@ from weft.optim.orders import Orders, find_scatter_fault, list_units, name_parts
 from weft.optim.part import StepPart, call_closure
 from weft.optim.row_adam import RowAdam
 from weft.optim.saved_state import agree_to_load
-from weft.optim.step_faults import check_parts
+from weft.optim.step_faults import check_parts, leave_word
 from weft.optim.step_record import StepRecord
 from weft.optim.step_run import StepRun, Unit, union_of_axes
 from weft.optim.tune import Tuning, tune
@@ -72,7 +71,7 @@ class OverlappedStep(torch.optim.Optimizer):
         try:
             self._set_up(parts, scatter_order, work_order, bucket_bytes, clip, overlap_backward, on_nonfinite)
         except Exception as error:
-            self._leave_word(parts, error)
+            leave_word(parts, error)
             raise
 
     def _set_up(
@@ -99,13 +98,6 @@ class OverlappedStep(torch.optim.Optimizer):
         self._rank = self._axes[-1].rank if self._axes else 0
         self._early = EarlyGradients(self._make_run) if overlap_backward else None
         self._arrange(None)
-
-    @staticmethod
-    def _leave_word(parts: Any, error: Exception) -> None:
-        """For ranks that go on: making buckets anew, or the next step, they wait for this one."""
-        known = read("OverlappedStep", None, lambda: union_of_axes([one for one in parts if isinstance(one, StepPart)]))
-        for axis in () if isinstance(known, Exception) else known:
-            axis.leave_word("OverlappedStep", error)
 
     # Orders.
 

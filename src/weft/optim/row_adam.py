@@ -23,7 +23,7 @@ from weft.optim.row_faults import MODES, find_group_fault
 from weft.optim.row_state import RowState
 from weft.optim.row_steps import AdamStep, step_dense, step_rows
 from weft.optim.row_update import RowUpdate
-from weft.optim.saved_state import OF_TORCH, first_count, keep_own_options, take_apart
+from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from weft.comm.arguments import find_flag_fault, find_integer_fault, show
 from weft.optim.group_faults import find_option_fault
 from weft.optim.part import StepPart
+from weft.optim.step_run import union_of_axes
 
 
 def check_parts(
@@ -34,3 +35,10 @@ def check_parts(
         fault = fault or find_integer_fault("OverlappedStep", "bucket_bytes", bucket_bytes, None, least=1)
     if fault is not None:
         raise fault
+
+
+def leave_word(parts: object, error: Exception) -> None:
+    """For ranks that go on: making buckets anew, or at the next step, they wait for this one."""
+    given = parts if isinstance(parts, tuple | list) else ()
+    for axis in union_of_axes([part for part in given if isinstance(part, StepPart)]):
+        axis.leave_word("OverlappedStep", error)
