@@ -21,6 +21,9 @@ from weft.sequence import Sequence
 
 # What a mask may be made of. An overlay that is not here (images, chunks, blocks) would be lost.
 PLAIN_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")
+# Masks made of others: their conjunction, or one by positions within its document (transformers 5.2x), which for these
+# is the same as by positions in the batch.
+COMPOSED = ("and_masks", "remap_positions_for_packed_sequence")
 # Keywords that reach attention and change nothing in it, or were dealt with before.
 HARMLESS = frozenset({
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "labels", "logits_to_keep", "max_length_k",
@@ -102,14 +105,16 @@ def see(*, mask_function: Callable[..., Any], local_size: int | None = None, **_
 
 
 def _parts_of(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """The names of the functions a mask is the conjunction of."""
+    """The names of the functions a mask is made of."""
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
-    if name != "and_masks":
+    if name not in COMPOSED:
         yield name
         return
     for cell in mask_function.__closure__ or ():
-        for part in cell.cell_contents:
-            yield from _parts_of(part)
+        held = cell.cell_contents
+        for part in held if isinstance(held, tuple | list) else (held,):
+            if callable(part):
+                yield from _parts_of(part)
 
 
 def attend(
