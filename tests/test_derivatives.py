@@ -177,7 +177,7 @@ def test_torch_func_and_hessians_are_refused_in_words(name: str, network: str) -
 
 def test_vmap_is_refused_in_words() -> None:
     x = torch.randn(3, 1, 4, 2, 8)
-    for operation in (lambda x: weft.attention(x, x, x), lambda x: weft.linear_attention(x, x, x)[0]):
+    for operation in (lambda x: weft.attention(x, x, x, causal=True), lambda x: weft.linear_attention(x, x, x)[0]):
         assert words_of(lambda op=operation: torch.func.vmap(op)(x)).startswith("NotImplementedError: ")
 
 

@@ -360,6 +360,21 @@ def _clip(axis: weft.Axis) -> Call:
     )
 
 
+def _mean_loss(axis: weft.Axis) -> Call:
+    return lambda **changes: weft.mean_loss(
+        **{"loss_sum": torch.tensor(1.0 + axis.rank), "count": 2, "group": axis, **changes}
+    )
+
+
+def _broadcast(axis: weft.Axis) -> Call:
+    def call(**changes: Any) -> list[Tensor]:
+        model = _model(axis)
+        weft.broadcast_parameters(**{"module_or_parameters": model, "group": axis, **changes})
+        return [parameter.detach() for parameter in model.parameters()]
+
+    return call
+
+
 def _head_strides(axis: weft.Axis) -> Call:
     return lambda **changes: weft.head_strides(**{"kv_heads": 8, "stride": 4, "first": 1, **changes})
 
@@ -419,6 +434,8 @@ SUBJECTS = {
     ),
     # Other parameters on one rank may be right ones without a table, for which nobody waits.
     "clip_grad_norm_": Subject(_clip, weft.clip_grad_norm_, tells=False, leave_out=("parameters",)),
+    "mean_loss": Subject(_mean_loss, weft.mean_loss),
+    "broadcast_parameters": Subject(_broadcast, weft.broadcast_parameters),
     "head_strides": Subject(_head_strides, weft.head_strides, talks=False),
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_what_one_rank_has_wrong_is_raised_on_all() -> None:
 
     for given, source, words in [
         ([torch.ones(2)], 3, "ValueError: broadcast_parameters: source 3 is not one of 3 ranks (rank 1)"),
-        ([torch.ones(2)], "a", "ValueError: broadcast_parameters: source a is not one of 3 ranks (rank 1)"),
+        ([torch.ones(2)], "a", "TypeError: broadcast_parameters: source must be an integer, got 'a' (str) (rank 1)"),
         ([4], 0, "TypeError: broadcast_parameters: takes a module, a tensor or tensors, not int (rank 1)"),
         (None, 0, "TypeError: broadcast_parameters: takes a module, a tensor or tensors, not NoneType (rank 1)"),
         ([torch.ones(3)], 0, "DisagreementError: broadcast_parameters: the ranks disagree"),

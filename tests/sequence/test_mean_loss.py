@@ -150,12 +150,12 @@ def wrong(count: Any = 1, loss: Any = None) -> Callable[[], tuple[Any, Any]]:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (wrong(count=-1), "ValueError: mean_loss: count must be finite and not negative, got -1.0 (rank 1)"),
-        (wrong(count=float("nan")), "ValueError: mean_loss: count must be finite and not negative, got nan (rank 1)"),
-        (wrong(count="4"), "TypeError: mean_loss: count must be a number, got str (rank 1)"),
-        (wrong(count=torch.ones(2)), "ValueError: mean_loss: count must be one number, got [2] (rank 1)"),
-        (wrong(loss=2.0), "TypeError: mean_loss: loss_sum must be a tensor, got float (rank 1)"),
-        (wrong(loss=torch.ones(2)), "ValueError: mean_loss: loss_sum must be one floating-point number, the sum of"),
+        (wrong(count=-1), "ValueError: mean_loss: count must not be negative, got -1.0 (rank 1)"),
+        (wrong(count=float("nan")), "ValueError: mean_loss: count must be a finite number, got nan (rank 1)"),
+        (wrong(count="4"), "TypeError: mean_loss: count must be a number, got '4' (str) (rank 1)"),
+        (wrong(count=torch.ones(2)), "TypeError: mean_loss: count must be a number, got torch.float32 (rank 1)"),
+        (wrong(loss=2.0), "TypeError: mean_loss: loss_sum must be a floating-point tensor, the sum of the losses"),
+        (wrong(loss=torch.ones(2)), "ValueError: mean_loss: loss_sum must have one element, got [2] (rank 1)"),
         (wrong(loss=torch.ones(())), "ValueError: mean_loss: loss_sum has no gradient on rank 1 of 3, but on other"),
     ],
 )  # fmt: skip

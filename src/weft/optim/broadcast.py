@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis
+from weft.comm.arguments import at, find_integer_fault, kind_of, read, show
 from weft.comm.dtensor import is_dtensor, local_of, shard_place
 from weft.comm.parcel import exchange_parcels
 from weft.embedding import RowTable
@@ -21,7 +22,8 @@ class _Options:
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    source: str
+    devices: tuple[str, ...]
+    source: int
 
 
 @torch.no_grad()
@@ -40,11 +42,11 @@ def broadcast_parameters(
     >>> broadcast_parameters(torch.nn.Linear(4, 3))          # nothing to do in a world of one
     """
     axis = Axis.of(group)
-    tensors, fault = _list_tensors(module_or_parameters, axis.rank)
-    if fault is None and source not in range(axis.size):
-        fault = ValueError(f"broadcast_parameters: source {source} is not one of {axis.size} ranks (rank {axis.rank})")
-    options = _Options(tuple(tuple(one.shape) for one in tensors), tuple(one.dtype for one in tensors), str(source))
-    call = axis.begin("broadcast_parameters", None if fault else options, tell=[], fault=fault)
+    found = read("broadcast_parameters", axis.rank, lambda: _read(module_or_parameters, source, axis))
+    if isinstance(found, Exception):
+        axis.refuse("broadcast_parameters", found, tell=0)
+    options, tensors = found
+    call = axis.begin("broadcast_parameters", options, tell=[])
     call.told.wait()
     shared = [local_of(one).detach() for one in _find_shared(tensors, axis)]
     filled = [one for one in shared if one.numel()]
@@ -60,18 +62,25 @@ def broadcast_parameters(
         one.copy_(value)
 
 
-def _list_tensors(given: Any, rank: int) -> tuple[list[Tensor], Exception | None]:
-    """Each tensor once, without tables; or what is wrong with what was given."""
+def _read(given: Any, source: int, axis: Axis) -> tuple[_Options, list[Tensor]] | Exception:
+    """What the ranks must have in common, and each tensor once, without tables; or what is wrong."""
+    name, rank = "broadcast_parameters", axis.rank
     if isinstance(given, nn.Module):
         given = [*given.parameters(), *given.buffers()]
     listed = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Iterable) else [given]
     for one in listed:
         if not isinstance(one, Tensor):
-            return [], TypeError(
-                f"broadcast_parameters: takes a module, a tensor or tensors, not {type(one).__name__} (rank {rank})"
-            )
+            return TypeError(f"{name}: takes a module, a tensor or tensors, not {kind_of(one)}{at(rank)}")
+        if one.layout != torch.strided:
+            return TypeError(f"{name}: takes dense tensors, got {show(one)} that is sparse{at(rank)}")
+    if fault := find_integer_fault(name, "source", source, rank):
+        return fault
+    if not 0 <= source < axis.size:
+        return ValueError(f"{name}: source {source} is not one of {axis.size} ranks{at(rank)}")
     found = {id(one): one for one in listed if not isinstance(getattr(one, "row_table", None), RowTable)}
-    return list(found.values()), None
+    tensors = list(found.values())
+    shapes, dtypes = (tuple(tuple(one.shape) for one in tensors), tuple(one.dtype for one in tensors))
+    return _Options(shapes, dtypes, tuple(one.device.type for one in tensors), int(source)), tensors
 
 
 def _find_shared(tensors: list[Tensor], axis: Axis) -> list[Tensor]:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.arguments import at, find_number_fault, find_tensor_fault, read
 from weft.comm.eager import eager
+from weft.comm.function import RankFunction
 from weft.errors import name_ranks
+from weft.sequence.tokens import DTYPES
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,11 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
     tensor(1.5000)
     """
     axis = Axis.of(group)
-    fault = _find_fault(loss_sum, count, axis.rank)
-    mine, needs = [0.0, 0.0], False
-    options = None
-    if fault is None:
-        mine = [float(loss_sum.detach().double()), 0.0 if count is None else float(count)]
-        needs = loss_sum.requires_grad and torch.is_grad_enabled()
-        options = _Options(loss_sum.dtype, count is not None)
-    call = axis.begin("mean_loss", options, tell=[*map(_as_integer, mine), int(needs)], fault=fault)
+    found = read("mean_loss", axis.rank, lambda: _read(loss_sum, count, axis.rank))
+    if isinstance(found, Exception):
+        axis.refuse("mean_loss", found, tell=3)
+    options, numbers, needs = found
+    call = axis.begin("mean_loss", options, tell=[*map(_as_integer, numbers), int(needs)])
     told = call.told.wait()
     without = [rank for rank, row in enumerate(told) if not row[2]]
     if 0 < len(without) < axis.size:
@@ -71,26 +71,21 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
     return mean
 
 
-def _find_fault(loss_sum: Any, count: Any, rank: int) -> Exception | None:
-    where = f"(rank {rank})"
-    if not isinstance(loss_sum, Tensor):
-        return TypeError(f"mean_loss: loss_sum must be a tensor, got {type(loss_sum).__name__} {where}")
-    if hasattr(loss_sum, "to_local"):
-        return TypeError(f"mean_loss: loss_sum is a DTensor; pass the sum of this rank's tokens, .to_local() {where}")
-    if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
-        return ValueError(
-            f"mean_loss: loss_sum must be one floating-point number, the sum of the losses of this rank's tokens, got "
-            f"{loss_sum.dtype} {list(loss_sum.shape)} {where}"
-        )
-    if count is None:
-        return None
-    if not isinstance(count, int | float | Tensor) or (isinstance(count, Tensor) and count.is_complex()):
-        return TypeError(f"mean_loss: count must be a number, got {type(count).__name__} {where}")
-    if isinstance(count, Tensor) and count.numel() != 1:
-        return ValueError(f"mean_loss: count must be one number, got {list(count.shape)} {where}")
-    if not 0 <= float(count) < math.inf:
-        return ValueError(f"mean_loss: count must be finite and not negative, got {float(count)} {where}")
-    return None
+def _read(loss_sum: Tensor, count: float | Tensor | None, rank: int) -> tuple[_Options, list[float], bool] | Exception:
+    """What the ranks must have in common, this rank's two numbers, and whether a gradient is wanted; or a fault."""
+    words = "a floating-point tensor, the sum of the losses of this rank's tokens"
+    if fault := find_tensor_fault("mean_loss", "loss_sum", loss_sum, rank, DTYPES, words):
+        return fault
+    if loss_sum.numel() != 1:
+        return ValueError(f"mean_loss: loss_sum must have one element, got {list(loss_sum.shape)}{at(rank)}")
+    if count is not None:
+        if fault := find_number_fault("mean_loss", "count", count, rank, tensor=True):
+            return fault
+        if float(count) < 0:
+            return ValueError(f"mean_loss: count must not be negative, got {float(count)}{at(rank)}")
+    numbers = [float(loss_sum.detach().double()), 0.0 if count is None else float(count)]
+    options = _Options(loss_sum.dtype, count is not None)
+    return options, numbers, loss_sum.requires_grad and torch.is_grad_enabled()
 
 
 def _as_integer(number: float) -> int:
@@ -102,7 +97,10 @@ def _as_float(bits: int) -> float:
     return float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
-class _Mean(torch.autograd.Function):
+class _Mean(RankFunction):
+    operation = "mean_loss"
+    any_order = True
+
     @staticmethod
     def forward(ctx: Any, loss_sum: Tensor, value: float, scale: float, axis: Axis) -> Tensor:
         ctx.scale, ctx.size = scale, axis.size
