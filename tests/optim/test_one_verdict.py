@@ -22,8 +22,12 @@ pytestmark = pytest.mark.usefixtures("network")
 
 
 def now(model: Mixed, step: weft.OverlappedStep) -> list[Tensor]:
-    kept = [value.clone() for state in step.state.values() for value in state.values()]
+    kept = [value.clone() for part in step.parts.values() for s in part.state.values() for value in s.values()]
     return [*(p.detach().clone() for p in model.parameters()), *kept]
+
+
+def rates(step: weft.OverlappedStep) -> list[float]:
+    return [group["lr"] for part in step.parts.values() for group in part.param_groups]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -202,7 +206,7 @@ def test_a_load_is_all_or_nothing(damage: Callable[[dict], None], where: str) ->
                  "param_groups": [dict(group) for group in saved["param_groups"]]}  # fmt: skip
         backward(model, axis, 1, 1)
         step.step()
-        before, lrs = now(model, step), copy.deepcopy([group["lr"] for group in step.param_groups])
+        before, lrs = now(model, step), rates(step)
         for group in saved["param_groups"]:
             group["lr"] = 77.0
         if where == "all" or axis.rank == 1:
@@ -212,7 +216,7 @@ def test_a_load_is_all_or_nothing(damage: Callable[[dict], None], where: str) ->
             step.load_state_dict(saved)
         except ValueError as error:
             words = str(error)
-        return words, same(before, now(model, step)) and lrs == [group["lr"] for group in step.param_groups]
+        return words, same(before, now(model, step)) and lrs == rates(step)
 
     found = virtual_world(3).run(program).results
     assert (

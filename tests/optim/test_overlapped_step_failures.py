@@ -271,8 +271,13 @@ def replaced(run: Run) -> None:
 
 
 @pytest.mark.parametrize("change", [twice, clipped, replaced])
-def test_gradients_that_are_changed_after_they_have_left(change: Callable[[Run], None], good: list[Tensor]) -> None:
-    """On one rank or on all: the way out is named, and nothing hangs."""
+def test_gradients_that_are_changed_after_they_have_left(
+    change: Callable[[Run], None], network: str, good: list[Tensor]
+) -> None:
+    """On one rank or on all: the way out is named, and nothing hangs.
+
+    Writing into what is on its way is a broken rule of NCCL; the step is dropped there, too, so nothing comes of it.
+    """
 
     def program(axis: weft.Axis) -> tuple[str, bool, list[Tensor]]:
         run = Run(axis, overlap_backward=True)
@@ -281,6 +286,10 @@ def test_gradients_that_are_changed_after_they_have_left(change: Callable[[Run],
             change(run)
         return run.outcome()
 
+    if network == "nccl" and change is clipped:
+        with pytest.raises(NcclRuleError, match="changed what it sends"):
+            virtual_world(3).run(program)
+        return
     for found, kept, after in virtual_world(3).run(program).results:
         assert "ValueError: OverlappedStep: the gradient of parameter" in found
         assert (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from weft.comm.arguments import show
 from weft.optim.part import StepPart
 from weft.optim.step_run import Unit
@@ -24,6 +26,17 @@ def name_parts(parts: Sequence[StepPart]) -> dict[str, StepPart]:
         count = sum(type(other).__name__ == kind for other in named.values())
         named[kind if not count else f"{kind}_{count + 1}"] = part
     return named
+
+
+def name_parameter(parts: dict[str, StepPart], parameter: Tensor) -> str:
+    """A parameter by its own name, or its number, and its part's."""
+    for name, part in parts.items():
+        for number, group in enumerate(part.param_groups):
+            for at, one in enumerate(group["params"]):
+                if one is parameter:
+                    numbered = f"parameter {at} of group {number}"
+                    return f"{group['param_names'][at] if 'param_names' in group else numbered} ({name})"
+    raise AssertionError("not a parameter of this step")
 
 
 def list_units(parts: dict[str, StepPart]) -> list[Unit]:

@@ -15,7 +15,7 @@ from weft.comm import Axis
 from weft.optim.early_gradients import EarlyGradients
 from weft.optim.explain import Explanation
 from weft.optim.joined_state import join_states, read_orders, read_states
-from weft.optim.orders import Orders, find_scatter_fault, list_units, name_parts, read_order
+from weft.optim.orders import Orders, find_scatter_fault, list_units, name_parameter, name_parts, read_order
 from weft.optim.part import StepPart, call_closure
 from weft.optim.row_adam import RowAdam
 from weft.optim.saved_state import agree_to_load
@@ -181,18 +181,7 @@ class OverlappedStep(torch.optim.Optimizer):
 
     def _find_early_fault(self, scaler: str | None) -> Exception | None:
         assert self._early is not None
-        return self._early.find_fault(self._name_of, scaler, self._rank)
-
-    def _name_of(self, parameter: Tensor) -> str:
-        for name, part in self.parts.items():
-            for number, group in enumerate(part.param_groups):
-                for at, one in enumerate(group["params"]):
-                    if one is parameter:
-                        own = (
-                            group["param_names"][at] if "param_names" in group else f"parameter {at} of group {number}"
-                        )
-                        return f"{own} ({name})"
-        raise AssertionError("not a parameter of this step")
+        return self._early.find_fault(lambda p: name_parameter(self.parts, p), scaler, self._rank)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
