@@ -1,4 +1,4 @@
-"""A batch that is thrown away by whatever sets gradients to None or to zero: its rows are not stepped, as with torch."""
+"""A batch that is thrown away by setting gradients to None or to zero: its rows are not stepped, as with torch."""
 
 from __future__ import annotations
 
