@@ -44,6 +44,7 @@ def train(
         with validate():
             seen.append(table(torch.arange(number, ROWS, 3)).clone())
             seen.append(table.full_weight().clone())
+            rows.state_dict()
             table.prefetch(ids_of(number, axis.rank))
         with around():
             out = table(ids_of(number, axis.rank))

@@ -31,7 +31,7 @@ class Prefetch:
     def __init__(self, table: RowTable, ids: Tensor, exchange: RowExchange) -> None:
         self._ids = ids.clone()  # a loader may fill the same memory with the next batch
         self.exchange, self._table = exchange, table
-        self._rows = table.weight.detach().new_empty(len(exchange[0].needed.unique), table.weight.shape[1])
+        self._rows = table.values.new_empty(len(exchange[0].needed.unique), table.weight.shape[1])
         self._came = torch.zeros(len(self._rows), dtype=torch.bool, device=self._rows.device)  # of the needed rows
         self._sent = self._came[:0]  # of the rows others asked for
         self._version = self._foreign = 0

@@ -21,6 +21,7 @@ from weft.embedding.modes import outside_modes
 from weft.embedding.ownership import Ownership, find_ownership_fault
 from weft.embedding.prefetch import Prefetch
 from weft.embedding.table import RowTable
+from weft.embedding.weight import RowWeight
 
 REDUCTIONS = ("mean", "sum")
 _BLOCK = 1 << 20  # elements drawn at once, a multiple of 16: blocks of that give the numbers of one long draw
@@ -96,7 +97,7 @@ class ShardedEmbedding(nn.Module):
         self.reduce, self.replicate = reduce, replicate
         self.axis, self.ownership = axis, Ownership(ownership, num_embeddings, axis.size)
         rows = num_embeddings if replicate else self.ownership.count(axis.rank)
-        self.weight = nn.Parameter(torch.empty(rows, embedding_dim, device=device, dtype=dtype))
+        self.weight = RowWeight(torch.empty(rows, embedding_dim, device=device, dtype=dtype))
         self.table = RowTable(self.weight, axis, self.ownership, reduce, replicate)
         self._prefetch: Prefetch | None = None
         self.reset_parameters()
@@ -106,19 +107,19 @@ class ShardedEmbedding(nn.Module):
         if self.weight.is_meta:
             return
         step = max(16, _BLOCK // self.embedding_dim // 16 * 16)
-        mine = self.weight.detach() if self.replicate else None
+        weight = self.weight.detach()
         for start in range(0, self.num_embeddings, step):
             rows = min(step, self.num_embeddings - start)
             drawn = torch.empty(rows, self.embedding_dim, device=self.weight.device, dtype=self.weight.dtype).normal_()
             if self.padding_idx is not None and 0 <= self.padding_idx - start < rows:
                 drawn[self.padding_idx - start] = 0
-            if mine is not None:
-                mine[start : start + rows] = drawn
+            if self.replicate:
+                weight[start : start + rows] = drawn
                 continue
             ids = torch.arange(start, start + rows)
             slots = self.ownership.slots(ids)
             own = slots // self.ownership.stride == self.axis.rank
-            self.weight.detach()[slots[own] % self.ownership.stride] = drawn[own]
+            weight[slots[own] % self.ownership.stride] = drawn[own]
 
     @classmethod
     def from_embedding(
@@ -140,7 +141,7 @@ class ShardedEmbedding(nn.Module):
         )  # fmt: skip
         whole = embedding.weight.detach()
         rows = whole if replicate else whole[made.ownership.ids(made.axis.rank)]
-        made.weight = nn.Parameter(rows.clone(), requires_grad=embedding.weight.requires_grad)
+        made.weight = RowWeight(rows.clone(), requires_grad=embedding.weight.requires_grad)
         made.table = RowTable(made.weight, made.axis, made.ownership, reduce, replicate)
         return made
 
@@ -151,10 +152,34 @@ class ShardedEmbedding(nn.Module):
         shared: dict[str, Any] = {"axis": self.axis, "table": None, "_prefetch": None, "_parameters": {}}
         for name, value in self.__dict__.items():
             made.__dict__[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
-        self.table.current()
-        made.weight = copy.deepcopy(self.weight, memo)
-        made.table = RowTable(made.weight, self.axis, self.ownership, self.reduce, self.replicate)
+        made.table = copy.deepcopy(self.table, memo)  # which an optimizer that is copied beside has, too
+        made.weight = made.table.weight
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.axis.size > 1:
+            raise TypeError(
+                f"{type(self).__name__}: a table over {self.axis.size} ranks is not pickled (rank {self.axis.rank}); "
+                f"save its state_dict(), which any number of ranks can load"
+            )
+        state = {name: value for name, value in self.__dict__.items() if name not in ("axis", "table", "_prefetch")}
+        return {**state, "_parameters": {"weight": nn.Parameter(self.weight.data, self.weight.requires_grad)}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        world = Axis.of(None)
+        self.axis, self._prefetch = world.subset([world.rank]) if world.size > 1 else world, None
+        self._take_weight(self.weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbedding:
+        super()._apply(fn, recurse)
+        if self.weight is not self.table.weight:  # made anew, as from the meta device
+            self._take_weight(self.weight)
+        return self
+
+    def _take_weight(self, weight: Tensor) -> None:
+        self.weight = RowWeight(weight.detach(), weight.requires_grad)
+        self.table = RowTable(self.weight, self.axis, self.ownership, self.reduce, self.replicate)
 
     def extra_repr(self) -> str:
         """As ``nn.Embedding``, and how the rows lie on the ranks."""
@@ -174,7 +199,7 @@ class ShardedEmbedding(nn.Module):
             exchange, rows = self._fetch(ids, gradient, fault)
             if self.replicate:
                 with self.table.writing():
-                    self.weight.detach()[self.ownership.ids_at(exchange[0].needed.unique)] = rows
+                    self.table.values[self.ownership.ids_at(exchange[0].needed.unique)] = rows
         if gradient:
             self.table.await_gradient(exchange[0].asked)
         padding = None
@@ -214,7 +239,7 @@ class ShardedEmbedding(nn.Module):
             raise ValueError("ShardedEmbedding: refresh_all is for replicate=True; other tables have no stale rows")
         whole = all_rows(self.axis, self.ownership, self.table.current())
         with self.table.writing():
-            self.weight.copy_(whole)
+            self.table.values.copy_(whole)
 
     def _find_fault(self, ids: Any) -> Exception | None:
         rank = self.axis.rank

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ class RowTable:
     """
 
     def __init__(self, weight: Parameter, axis: Axis, ownership: Ownership, reduce: str, replicate: bool) -> None:
-        self.weight, self.axis, self.ownership, self.replicate = weight, axis, ownership, replicate
+        self.weight, self.axis, self.ownership = weight, axis, ownership
+        self.reduce, self.replicate = reduce, replicate
         self.scale = 1.0 / axis.size if reduce == "mean" else 1.0
         self.keeper: RowKeeper | None = None
         self.memory = SpareMemory()  # of the last gradient
@@ -53,11 +55,22 @@ class RowTable:
         self._awaiting: list[Tensor] = []  # places that have been pulled and will get a gradient before the next step
         weight.row_table = self  # type: ignore[attr-defined]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowTable:
+        """A table of its own on the same ranks, up to date, without gradients and without an optimizer."""
+        weight = copy.deepcopy(self.weight, memo)
+        made = memo[id(self)] = RowTable(weight, self.axis, self.ownership, self.reduce, self.replicate)
+        return made
+
+    @property
+    def values(self) -> Tensor:
+        """The weight as it lies in memory, in which rows may be behind."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.weight.detach()
+
     @property
     def shard(self) -> Tensor:
-        """The own rows ``[n, d]``: a view of the weight."""
-        weight = self.weight.detach()
-        return weight[self.ownership.ids(self.axis.rank)] if self.replicate else weight
+        """The own rows ``[n, d]``: a view of `values`."""
+        return self.values[self.ownership.ids(self.axis.rank)] if self.replicate else self.values
 
     @property
     def wide(self) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -13,19 +14,16 @@ from weft.comm import Axis, ledger
 from weft.comm.arguments import find_choice_fault, read
 from weft.comm.ledger import Event
 from weft.embedding import RowTable
-from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.embedding.modes import outside_modes
 from weft.embedding.spare import SpareMemory
 from weft.optim.group_faults import first_group_fault
 from weft.optim.part import Examined, StepPart, call_closure
 from weft.optim.row_costs import RowCosts
-from weft.optim.row_faults import MODES, find_group_fault
+from weft.optim.row_faults import MODES, check_moments, check_saved, find_group_fault, find_table_fault
 from weft.optim.row_state import RowState
 from weft.optim.row_steps import AdamStep, step_dense, step_rows
 from weft.optim.row_update import RowUpdate
-from weft.optim.saved_state import OF_TORCH, keep_own_options, take_apart
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from weft.optim.saved_state import OF_TORCH, first_count, keep_own_options, take_apart
 
 
 class RowAdam(StepPart):
@@ -41,8 +39,8 @@ class RowAdam(StepPart):
     - "auto" is "exact", and picks for each step the cheaper of two ways that give the same bits, by costs measured at
       the first step: rows copied out and back, or the whole shard where it lies. The ledger says which.
 
-    Between steps ``embedding.weight`` itself may hold rows that are not up to date; `ShardedEmbedding.full_weight`, its
-    forward and ``state_dict`` bring them up to date first.
+    Between steps rows may be behind in memory. Whatever reads them, a lookup or anything else that computes with
+    ``embedding.weight``, brings them up to date first. A table has one optimizer: a new one takes it over.
 
     >>> import weft
     >>> table = weft.ShardedEmbedding(10, 4)
@@ -80,11 +78,7 @@ class RowAdam(StepPart):
             table: RowTable = weight.row_table
             shape = (table.ownership.count(table.axis.rank), weight.shape[1])
             first, second = (torch.zeros(shape, dtype=table.wide, device=weight.device) for _ in range(2))
-            self.state[weight] = {
-                "step": torch.tensor(0.0, dtype=torch.float32),
-                "exp_avg": first,
-                "exp_avg_sq": second,
-            }
+            self.state[weight] = {"step": first_count(), "exp_avg": first, "exp_avg_sq": second}
             self._rows[weight] = RowState(table, (first, second), 0, group)
             table.current()  # another optimizer may have kept it until now
             table.keeper = self
@@ -106,7 +100,10 @@ class RowAdam(StepPart):
 
     def _find_fault(self) -> Exception | None:
         rank = next((rows.table.axis.rank for rows in self._rows.values()), 0)
-        return first_group_fault("RowAdam", self.param_groups, find_group_fault, rank)
+        fault = first_group_fault("RowAdam", self.param_groups, find_group_fault, rank)
+        for rows in self._rows.values():
+            fault = fault or find_table_fault(rows.table, self, rows.moments[0])
+        return fault
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are still under way are waited for first."""
@@ -165,27 +162,24 @@ class RowAdam(StepPart):
 
     def buckets(self) -> list[list[Tensor]]:
         """Each table is one."""
-        return [[weight] for group in self.param_groups for weight in group["params"]]
+        return [[weight] for weight in self._rows]
 
     def examine(self) -> Examined:
         """Which tables have gradients. Whether these are finite is known when they have arrived."""
-        weights = [weight for group in self.param_groups for weight in group["params"]]
         names = [f"table {at} of group {number}" for number, group in enumerate(self.param_groups)
                  for at in range(len(group["params"]))]  # fmt: skip
         settings, fault = self._read_settings(self._find_fault())
-        present = [weight.row_table.has_gradient for weight in weights]
+        weights, present = list(self._rows), [rows.table.has_gradient for rows in self._rows.values()]
         return Examined(weights, names, present, [None] * len(weights), settings, fault)
 
     def begin(self, present: Collection[Tensor]) -> None:
         """Take the tables that have gradients."""
         super().begin(present)
         self._updates = []
-        for group in self.param_groups:
-            for weight in group["params"]:
-                memory = self._spare.setdefault(weight, [SpareMemory() for _ in range(3)])
-                number = int(self.state[weight]["step"]) + 1
-                there = weight in present
-                self._updates.append(RowUpdate(self._rows[weight], group, number, memory) if there else None)
+        for weight, rows in self._rows.items():
+            memory = self._spare.setdefault(weight, [SpareMemory() for _ in range(3)])
+            number, group = int(self.state[weight]["step"]) + 1, self._group_of(weight)
+            self._updates.append(RowUpdate(rows, group, number, memory) if weight in present else None)
 
     def collect_late(self) -> None:
         """Take gradients when they are worked on, not at the end of the backward: they travel under other work."""
@@ -202,8 +196,7 @@ class RowAdam(StepPart):
 
     def squared_norm(self, bucket: int) -> Tensor:
         """Of the rows this rank owns."""
-        update = self._updates[bucket]
-        if update is None:
+        if (update := self._updates[bucket]) is None:
             return torch.zeros((), dtype=torch.float64)
         grads = update.receive()
         self.failed = self.failed or (0 if update.finite else 1 + bucket)
@@ -242,8 +235,7 @@ class RowAdam(StepPart):
 
     def catch_up(self, table: RowTable, places: Tensor | None) -> None:
         """Bring own rows of a table (None: all) to where the last step left it."""
-        with outside_modes(table.weight):
-            self._rows[table.weight].catch_up(places, for_step=False)
+        self._rows[table.weight].catch_up(places, for_step=False)
 
     def is_restless(self, table: RowTable, places: Tensor) -> Tensor:
         """Of own rows: whether the next step changes them even if they get no gradient."""
@@ -263,48 +255,48 @@ class RowAdam(StepPart):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.update(OF_TORCH)
-        numbered = [weight for group in self.param_groups for weight in group["params"]]
-        for number, weight in enumerate(numbered):
-            rows = self._rows[weight]
-            rows.settle(self._group_of(weight))
-            table = rows.table
-            whole = {name: to_checkpoint(table.axis, table.ownership, self.state[weight][name]) for name in _MOMENTS}
+        for number, (weight, rows) in enumerate(self._rows.items()):
+            whole = rows.save(self._group_of(weight))
             saved["state"][number] = {"step": self.state[weight]["step"].clone(), **whole}
         return saved
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if a state cannot be loaded."""
+        check_saved(state_dict["param_groups"], state_dict["state"])
         _, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        for number, (values, weight) in enumerate(zip(given, weights, strict=True)):
-            table = weight.row_table
-            for name in _MOMENTS:
-                shape = None if values is None else tuple(values[name].shape)
-                if shape not in (None, (table.ownership.rows, weight.shape[1])):
-                    raise ValueError(
-                        f"RowAdam: {name} of parameter {number} is {list(shape)} in the state, but the table is "
-                        f"{[table.ownership.rows, weight.shape[1]]} (rank {table.axis.rank})"
-                    )
+        check_moments(given, [rows.table for rows in self._rows.values()])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; also from another number of ranks, and from ``torch.optim.Adam`` or ``AdamW`` of the table."""
         self.check_state(state_dict)
         saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        for weight in weights:  # the steps that rows have missed were made with the old moments
-            self.catch_up(weight.row_table, None)
+        weights = list(self._rows)
+        for rows in self._rows.values():  # the steps that rows have missed were made with the old moments
+            rows.catch_up(None, for_step=False)
         own_state = {weight: self.state[weight] for weight in weights}
         super().load_state_dict(saved)
         for values, weight in zip(given, weights, strict=True):
             state = self.state[weight] = own_state[weight]
-            table = self._rows[weight].table
-            for name in _MOMENTS:
-                if values is None:
-                    state[name].zero_()
-                else:
-                    state[name].copy_(from_checkpoint(table.axis, table.ownership, values[name]))
             state["step"].fill_(0.0 if values is None else float(values["step"]))
-            self._rows[weight] = RowState(
-                table, (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]), self._group_of(weight)
-            )
+            self._rows[weight].load(values, int(state["step"]), self._group_of(weight))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowAdam:
+        """An optimizer of copies of the tables: those of a model that is copied beside it."""
+        groups = []
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self._rows[weight].settle(group)
+            options = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
+            weights = [copy.deepcopy(weight.row_table, memo).weight for weight in group["params"]]
+            groups.append({**options, "params": weights})
+        made = memo[id(self)] = type(self)(groups)
+        made.defaults.update(self.defaults)
+        for weight, other in zip(self._rows, made._rows, strict=True):
+            step = self.state[weight]["step"]
+            made.state[other]["step"].copy_(step)
+            made._rows[other].take(self._rows[weight].moments, int(step), made._group_of(other))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("RowAdam: an optimizer of tables over ranks is not pickled; save its state_dict()")

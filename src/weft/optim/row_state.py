@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.embedding import RowTable
+from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
+from weft.embedding.modes import outside_modes
 from weft.optim.row_steps import Shard, catch_up_rows, catch_up_whole
 from weft.optim.skipped_steps import StepHistory
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
 
 
@@ -26,14 +30,38 @@ class RowState:
 
     def begin(self, step: int, group: dict[str, Any]) -> None:
         """All rows are up to date at ``step``: from here on everything follows from weights and moments alone."""
-        self.last.fill_(step)
-        self.at_rest = (self.moments[0] == 0).all(1)  # such a row does not move by itself
-        self.history = StepHistory(step, tuple(group["betas"]), group["eps"], self.table.wide)
+        with outside_modes(self.table.weight):
+            self.last.fill_(step)
+            self.at_rest = (self.moments[0] == 0).all(1)  # such a row does not move by itself
+            self.history = StepHistory(step, tuple(group["betas"]), group["eps"], self.table.wide)
 
     def settle(self, group: dict[str, Any]) -> None:
         """Bring all rows up to date and forget how: what is saved now is all there is, for whoever loads it."""
         self.catch_up(None, for_step=True)
         self.begin(self.history.now, group)
+
+    def take(self, moments: Iterable[Tensor | None], step: int, group: dict[str, Any]) -> None:
+        """Go on from these moments of own rows (None: zeros), with all rows up to date at ``step``."""
+        for mine, value in zip(self.moments, moments, strict=True):
+            mine.zero_() if value is None else mine.copy_(value)
+        self.begin(step, group)
+
+    def save(self, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Moments of the whole table, as a checkpoint holds them; all ranks must ask."""
+        self.settle(group)
+        table = self.table
+        return {
+            name: to_checkpoint(table.axis, table.ownership, moment)
+            for name, moment in zip(_MOMENTS, self.moments, strict=True)
+        }
+
+    def load(self, values: Mapping[str, Tensor] | None, step: int, group: dict[str, Any]) -> None:
+        """Go on from what `save` gave."""
+        table = self.table
+        self.take(
+            [None if values is None else from_checkpoint(table.axis, table.ownership, values[name])
+             for name in _MOMENTS], step, group,
+        )  # fmt: skip
 
     def prepare(self, group: dict[str, Any]) -> None:
         """Before a step with the options of ``group``: if the last ones differ, bring all rows up to date."""
@@ -50,21 +78,22 @@ class RowState:
 
     def catch_up(self, places: Tensor | None, for_step: bool) -> None:
         """Bring rows (None: all) to the last step. ``for_step``: their moments too, if nothing else would change."""
-        history = self.history
-        if places is None:
-            places = torch.arange(len(self.last), device=self.last.device)
-        last, at_rest = self.last[places], self.at_rest[places]
-        stale = last < history.now
-        if not for_step and not history.decays:
-            stale &= ~at_rest
-        places, last, at_rest = places[stale], last[stale], at_rest[stale]
-        if not len(places):
-            return
-        self.shard.weight = self.table.shard
-        with self.table.writing():
-            faded = places[self._bring(self.shard, places, last, at_rest)]
-            self.last[places] = history.now
-            self.at_rest[faded] = True
+        with outside_modes(self.table.weight):
+            history = self.history
+            if places is None:
+                places = torch.arange(len(self.last), device=self.last.device)
+            last, at_rest = self.last[places], self.at_rest[places]
+            stale = last < history.now
+            if not for_step and not history.decays:
+                stale &= ~at_rest
+            places, last, at_rest = places[stale], last[stale], at_rest[stale]
+            if not len(places):
+                return
+            self.shard.weight = self.table.shard
+            with self.table.writing():
+                faded = places[self._bring(self.shard, places, last, at_rest)]
+                self.last[places] = history.now
+                self.at_rest[faded] = True
 
     def sort_copies(self, places: Tensor) -> tuple[Tensor, list[int]]:
         """An order for copies of rows: up to date, at rest, moving; within each as they are. How many each has."""

@@ -34,7 +34,7 @@ class RowUpdate:
             found = table.gradient()
             if found is None:  # it was expected, and did not come
                 none = torch.zeros(0, dtype=torch.int64, device=table.weight.device)
-                found = none, table.weight.detach()[none]
+                found = none, table.values[none]
             self._found = found[0], found[1].to(table.wide)
             self.finite = is_finite(self._found[1])
         return self._found[1]
