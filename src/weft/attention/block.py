@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.attention.plan import Block
-from weft.comm.kept import keep_tensors
+from weft.comm.modes import keep_tensors
 
 _aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from weft.comm.autocast import outside_autocast
+from weft.comm.modes import outside_autocast
 
 if TYPE_CHECKING:
     from weft.comm.axis import Axis

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, read
 from weft.comm.eager import eager
+from weft.comm.modes import outside_modes
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.embedding.exchange import RowExchange
 from weft.embedding.gather import all_rows
 from weft.embedding.ids import find_ids_fault
 from weft.embedding.lookup import Lookup, WholeTable
-from weft.embedding.modes import outside_modes
 from weft.embedding.ownership import Ownership, find_ownership_fault
 from weft.embedding.prefetch import Prefetch
 from weft.embedding.table import RowTable

@@ -17,7 +17,7 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.eager import eager
-from weft.comm.kept import tensors_are_real
+from weft.comm.modes import tensors_are_real
 from weft.linear_attention.backend import CHOICES, choose_backend, find_triton_fault
 from weft.linear_attention.distributed import LinearAttention, Options
 from weft.scan import METHODS

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
-from weft.comm.autocast import outside_autocast
 from weft.comm.dtensor import is_dtensor, whole_of
+from weft.comm.modes import outside_autocast
 from weft.embedding import RowTable
 
 

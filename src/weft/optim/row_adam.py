@@ -13,8 +13,8 @@ from torch import Tensor
 from weft.comm import Axis, ledger
 from weft.comm.arguments import find_choice_fault, read
 from weft.comm.ledger import Event
+from weft.comm.modes import outside_modes
 from weft.embedding import RowTable
-from weft.embedding.modes import outside_modes
 from weft.embedding.spare import SpareMemory
 from weft.optim.group_faults import first_group_fault
 from weft.optim.part import Examined, StepPart, call_closure
@@ -262,8 +262,8 @@ class RowAdam(StepPart):
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if a state cannot be loaded."""
-        check_saved(state_dict["param_groups"], state_dict["state"])
         _, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
+        check_saved(state_dict["param_groups"], state_dict["state"])
         check_moments(given, [rows.table for rows in self._rows.values()])
 
     @torch.no_grad()

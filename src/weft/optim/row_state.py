@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.modes import outside_modes
 from weft.embedding import RowTable
 from weft.embedding.checkpoint import from_checkpoint, to_checkpoint
-from weft.embedding.modes import outside_modes
 from weft.optim.row_steps import Shard, catch_up_rows, catch_up_whole
 from weft.optim.skipped_steps import StepHistory
 

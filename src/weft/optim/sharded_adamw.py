@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
-from weft.comm.autocast import outside_autocast
+from weft.comm.modes import outside_autocast
 from weft.errors import as_told
 from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
 from weft.optim.group_faults import find_option_fault, first_group_fault

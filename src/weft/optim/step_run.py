@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import read
-from weft.comm.autocast import outside_autocast
+from weft.comm.modes import outside_autocast
 from weft.optim.gradients import compare_gradients
 from weft.optim.same_weights import compare_weights
 from weft.optim.step_norm import norm_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.kept import keep_tensors
+from weft.comm.modes import keep_tensors
 from weft.linear_attention.fused.tiling import chunks_per_piece, tile
 from weft.linear_attention.grid import Grid
 

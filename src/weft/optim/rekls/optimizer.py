@@ -11,8 +11,8 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import at, read
-from weft.comm.autocast import outside_autocast
 from weft.comm.dtensor import local_gradient
+from weft.comm.modes import outside_autocast
 from weft.comm.wire import SoloWire
 from weft.errors import as_told
 from weft.optim.group_faults import find_option_fault, first_group_fault, list_params
