@@ -246,7 +246,7 @@ def test_a_parameter_listed_twice_and_states_of_another_adam_are_refused() -> No
     before = copy.deepcopy(pair.rows.state_dict())
     for kind, options, words in (
         (torch.optim.Adam, {"amsgrad": True}, "of an optimizer with amsgrad=True, which this is not"),
-        (torch.optim.Adam, {"maximize": True}, "group 0 of the state has maximize=True"),
+        (torch.optim.Adam, {"maximize": True}, "of an optimizer with maximize=True"),
         (torch.optim.Adam, {"weight_decay": 0.1}, "weight_decay=0.1 of Adam's kind"),
     ):
         other = kind(pair.plain.parameters(), **options)
