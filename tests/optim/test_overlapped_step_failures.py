@@ -34,7 +34,10 @@ class Run:
 
     def now(self) -> list[Tensor]:
         kept = [value.clone() for state in self.optimizer.state.values() for value in state.values()]
-        parameters = [p.detach().clone() for p in self.model.parameters()]
+        parameters = [
+            (p.row_table.values if hasattr(p, "row_table") else p.detach()).clone()  # as they lie in memory
+            for p in self.model.parameters()
+        ]
         rows = [value.clone() for part in self.optimizer.parts.values() if isinstance(part, weft.RowAdam)
                 for one in part._rows.values() for value in (one.last, one.at_rest)]  # fmt: skip
         return [*parameters, *kept, *rows]

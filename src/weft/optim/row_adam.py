@@ -208,14 +208,12 @@ class RowAdam(StepPart):
 
     def work_ahead(self, bucket: int) -> None:
         """Copy the touched rows out, and bring the copies up to date."""
-        update = self._updates[bucket]
-        if update is not None:
+        if (update := self._updates[bucket]) is not None:
             update.copy_rows()
 
     def work_on(self, bucket: int, scale: float) -> None:
         """Adam on the touched rows, in copies."""
-        update = self._updates[bucket]
-        if update is not None:
+        if (update := self._updates[bucket]) is not None:
             update.work(scale)
             self.failed = self.failed or (0 if update.finite else 1 + bucket)
 
@@ -256,8 +254,8 @@ class RowAdam(StepPart):
         for group in saved["param_groups"]:
             group.update(OF_TORCH)
         for number, (weight, rows) in enumerate(self._rows.items()):
-            whole = rows.save(self._group_of(weight))
-            saved["state"][number] = {"step": self.state[weight]["step"].clone(), **whole}
+            step = self.state[weight]["step"].clone()
+            saved["state"][number] = {"step": step, **rows.save(self._group_of(weight))}
         return saved
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -293,8 +291,7 @@ class RowAdam(StepPart):
         made = memo[id(self)] = type(self)(groups)
         made.defaults.update(self.defaults)
         for weight, other in zip(self._rows, made._rows, strict=True):
-            step = self.state[weight]["step"]
-            made.state[other]["step"].copy_(step)
+            step = made.state[other]["step"].copy_(self.state[weight]["step"])
             made._rows[other].take(self._rows[weight].moments, int(step), made._group_of(other))
         return made
 
