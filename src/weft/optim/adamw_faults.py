@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.comm.dtensor import is_dtensor
 from weft.embedding import RowTable
-from weft.optim.group_faults import find_kind_fault
+from weft.optim.group_faults import find_kind_fault, first_group_fault
+from weft.optim.part import find_listed_twice
+from weft.optim.verdict import join_faults
 
 
 def find_group_fault(group: dict[str, Any]) -> Exception | None:
@@ -47,6 +50,33 @@ def find_parameter_fault(number: int, parameter: Tensor, rank: int) -> Exception
     if not parameter.is_floating_point():
         return TypeError(f"ShardedAdamW: parameter {number} is {parameter.dtype}, not floating point (rank {rank})")
     return None
+
+
+@dataclass(frozen=True)
+class Added:
+    """What the ranks must have in common when parameters are added."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[str, ...]  # their types
+    bucket_bytes: int
+
+
+def read_parameters(
+    groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], bucket_bytes: int, rank: int
+) -> Added | Exception:
+    """Of parameters that are added to the last of ``groups``: what the ranks must share, or all that is wrong."""
+    fault = join_faults([
+        first_group_fault("ShardedAdamW", groups, find_group_fault, rank),
+        *(find_listed_twice("ShardedAdamW", group["params"], rank) for group in groups),
+        *(find_parameter_fault(number, parameter, rank) for number, parameter in enumerate(parameters)),
+    ])  # fmt: skip
+    return fault or Added(
+        tuple(tuple(parameter.shape) for parameter in parameters),
+        tuple(parameter.dtype for parameter in parameters),
+        tuple(parameter.device.type for parameter in parameters),
+        bucket_bytes,
+    )
 
 
 def find_wrapper_fault(names: Mapping[Tensor, str], rank: int) -> Exception | None:

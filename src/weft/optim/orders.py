@@ -64,6 +64,20 @@ class Orders:
         order = (*others, *tables) if early else (*tables, *others)
         return Orders(order, order)
 
+    @staticmethod
+    def read(
+        scatter: Sequence[str] | None, work: Sequence[str] | None, units: Sequence[Unit], early: bool = False
+    ) -> Orders:
+        """Those that were given, with what they do not name behind it as by default."""
+        default = Orders.default(units, early)
+        found = Orders(
+            read_order("scatter_order", () if scatter is None else scatter, units, default.scatter),
+            read_order("work_order", () if work is None else work, units, default.work),
+        )
+        if fault := find_scatter_fault(found.scatter, units, early):
+            raise fault
+        return found
+
     def sort_scatter(self, units: Sequence[Unit]) -> list[Unit]:
         return _sort(units, self.scatter)
 

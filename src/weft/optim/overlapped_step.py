@@ -15,7 +15,7 @@ from weft.comm import Axis
 from weft.optim.early_gradients import EarlyGradients
 from weft.optim.explain import Explanation
 from weft.optim.joined_state import join_states, read_orders, read_states
-from weft.optim.orders import Orders, find_scatter_fault, list_units, name_parameter, name_parts, read_order
+from weft.optim.orders import Orders, list_units, name_parameter, name_parts
 from weft.optim.part import StepPart, call_closure
 from weft.optim.row_adam import RowAdam
 from weft.optim.saved_state import agree_to_load
@@ -69,35 +69,31 @@ class OverlappedStep(torch.optim.Optimizer):
         on_nonfinite: str = "raise",
     ) -> None:
         try:
-            self._set_up(parts, scatter_order, work_order, bucket_bytes, clip, overlap_backward, on_nonfinite)
+            check_parts(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
+            self.parts = name_parts(parts)
+            self._given = scatter_order, work_order
+            self._clip, self._on_nonfinite = None if clip is None else float(clip), on_nonfinite
+            self.norm: float | None = None
+            self._last: StepRecord | None = None
+            self._settled: dict[str, float] = {}  # seconds that writing took in the last step
+            self._expected: list[Tensor] | None = None
+            for part in parts:
+                if bucket_bytes is not None:
+                    part.cut(bucket_bytes)
+                if isinstance(part, RowAdam):
+                    part.collect_late()
+            # What all parts have: schedulers look there whether momentum can be cycled by betas.
+            common = {
+                name: value for name, value in parts[0].defaults.items() if all(name in p.defaults for p in parts)
+            }
+            super().__init__([group for part in parts for group in part.param_groups], common)
+            self._refresh()
+            self._rank = self._axes[-1].rank if self._axes else 0
+            self._early = EarlyGradients(self._make_run) if overlap_backward else None
+            self._arrange(None)
         except Exception as error:
             leave_word(parts, error)
             raise
-
-    def _set_up(
-        self, parts: Sequence[StepPart], scatter_order: Sequence[str] | None, work_order: Sequence[str] | None,
-        bucket_bytes: int | None, clip: float | None, overlap_backward: bool, on_nonfinite: str,
-    ) -> None:  # fmt: skip
-        check_parts(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
-        self.parts = name_parts(parts)
-        self._given = scatter_order, work_order
-        self._clip, self._on_nonfinite = None if clip is None else float(clip), on_nonfinite
-        self.norm: float | None = None
-        self._last: StepRecord | None = None
-        self._settled: dict[str, float] = {}  # seconds that writing took in the last step
-        self._expected: list[Tensor] | None = None
-        for part in parts:
-            if bucket_bytes is not None:
-                part.cut(bucket_bytes)
-            if isinstance(part, RowAdam):
-                part.collect_late()
-        # What all parts have: schedulers look there whether momentum can be cycled by betas.
-        common = {name: value for name, value in parts[0].defaults.items() if all(name in p.defaults for p in parts)}
-        super().__init__([group for part in parts for group in part.param_groups], common)
-        self._refresh()
-        self._rank = self._axes[-1].rank if self._axes else 0
-        self._early = EarlyGradients(self._make_run) if overlap_backward else None
-        self._arrange(None)
 
     # Orders.
 
@@ -109,16 +105,8 @@ class OverlappedStep(torch.optim.Optimizer):
     def _arrange(self, orders: Orders | None) -> None:
         """Take these orders, or those that were given."""
         self._units = list_units(self.parts)
-        early = self._early is not None
-        default = Orders.default(self._units, early)
         if orders is None:
-            scatter = read_order(
-                "scatter_order", () if self._given[0] is None else self._given[0], self._units, default.scatter
-            )
-            work = read_order("work_order", () if self._given[1] is None else self._given[1], self._units, default.work)
-            orders = Orders(scatter, work)
-            if fault := find_scatter_fault(scatter, self._units, early):
-                raise fault
+            orders = Orders.read(*self._given, self._units, early=self._early is not None)
         self._orders = orders
         self._arm()
 
@@ -231,12 +219,9 @@ class OverlappedStep(torch.optim.Optimizer):
         self._drop_early()
         found = tune(self, machine, tries, measure)
         self._arrange(found.orders)
-        if show and self._rank_of_all() == 0:
+        if show and max((axis.rank for axis in self._axes), default=0) == 0:
             found.show()
         return found
-
-    def _rank_of_all(self) -> int:
-        return max((axis.rank for axis in self._axes), default=0)
 
     # What tune asks.
 

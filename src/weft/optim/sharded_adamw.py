@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,10 +14,10 @@ from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
 from weft.comm.modes import outside_autocast
 from weft.errors import as_told
-from weft.optim.adamw_faults import find_group_fault, find_parameter_fault, find_wrapper_fault
+from weft.optim.adamw_faults import find_group_fault, find_wrapper_fault, read_parameters
 from weft.optim.group_faults import find_option_fault, first_group_fault
 from weft.optim.owners import Averaged, Held, Owners, Route
-from weft.optim.part import Examined, StepPart, find_listed_twice
+from weft.optim.part import Examined, StepPart
 from weft.optim.pieces import Bucket, Piece
 from weft.optim.saved_state import (
     OF_TORCH,
@@ -30,19 +29,8 @@ from weft.optim.saved_state import (
 )
 from weft.optim.sharded_state import check_slices, load_slices, save_slices
 from weft.optim.slices import Range, cut_bucket, fill_buckets, flat_of, write_range
-from weft.optim.verdict import join_faults
 
 _ADD = "ShardedAdamW.add_param_group"
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What the ranks must have in common when parameters are added."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    devices: tuple[str, ...]  # their types
-    bucket_bytes: int
 
 
 class ShardedAdamW(StepPart):
@@ -128,23 +116,10 @@ class ShardedAdamW(StepPart):
         rank = self._axis.rank
         self._axis.refuse(_ADD, as_told("ShardedAdamW: the parameters cannot be taken", error, at(rank)), tell=0)
 
-    def _read_parameters(self, parameters: list[Tensor]) -> _Options | Exception:
-        rank = self._axis.rank
-        fault = join_faults([
-            first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, rank),
-            *(find_listed_twice("ShardedAdamW", group["params"], rank) for group in self.param_groups),
-            *(find_parameter_fault(number, parameter, rank) for number, parameter in enumerate(parameters)),
-        ])  # fmt: skip
-        return fault or _Options(
-            tuple(tuple(parameter.shape) for parameter in parameters),
-            tuple(parameter.dtype for parameter in parameters),
-            tuple(parameter.device.type for parameter in parameters),
-            self._bucket_bytes,
-        )
-
     def _place(self, parameters: list[Tensor]) -> None:
         """Cut parameters into buckets and slices, and make the state of what this rank owns."""
-        options = read("ShardedAdamW", self._axis.rank, lambda: self._read_parameters(parameters))
+        rank, size = self._axis.rank, self._bucket_bytes
+        options = read("ShardedAdamW", rank, lambda: read_parameters(self.param_groups, parameters, size, rank))
         if isinstance(options, Exception):
             self._axis.refuse(_ADD, options, tell=0)
         self._axis.begin(_ADD, options, tell=[]).told.wait()

@@ -16,13 +16,12 @@ from weft.comm.modes import outside_autocast
 from weft.comm.wire import SoloWire
 from weft.errors import as_told
 from weft.optim.group_faults import find_option_fault, first_group_fault, list_params
-from weft.optim.owners import Sharded
 from weft.optim.part import Examined, StepPart, find_listed_twice
 from weft.optim.rekls.checkpoint import check_tensors, load_tensors, save_tensors
-from weft.optim.rekls.placement import find_parameter_fault, find_placements
+from weft.optim.rekls.placement import find_cut_fault, find_parameter_fault, find_placements
 from weft.optim.rekls.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.rekls.settings import Settings, find_group_fault
-from weft.optim.rekls.step import Task, Wave
+from weft.optim.rekls.step import Task, Wave, find_late_change
 from weft.optim.saved_state import agree_to_load, find_state_fault, first_count, take_apart
 from weft.optim.verdict import join_faults, tell_all
 
@@ -138,7 +137,8 @@ class REKLS(StepPart):
         """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
         parameters, rank = group["params"], self._rank
         fault = read("REKLS", rank, lambda: join_faults([
-            self._find_fault([group]), self._find_cut_fault(group), find_listed_twice("REKLS", parameters, rank),
+            self._find_fault([group]), find_cut_fault(group, rank) if self._data_only else None,
+            find_listed_twice("REKLS", parameters, rank),
             *(find_parameter_fault(number, parameter, group, rank) for number, parameter in enumerate(parameters)),
         ]))  # fmt: skip
         placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
@@ -150,16 +150,6 @@ class REKLS(StepPart):
 
     def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
         return first_group_fault("REKLS", groups, lambda group: find_group_fault(group, tuple(VARIANTS)), self._rank)
-
-    def _find_cut_fault(self, group: dict[str, Any]) -> Exception | None:
-        """Whether a shard has no ranks to be cut over."""
-        if group["partition_dim"] is None or not self._data_only:
-            return None
-        return ValueError(
-            f"REKLS: partition_dim={group['partition_dim']} says that parameters are shards over group, but the only "
-            f"ranks given are those of data_group, over which they are whole; pass both: group= the ranks that hold "
-            f"the shards, data_group= those whose gradients are averaged (rank {self._rank})"
-        )
 
     # The verbs of a part.
 
@@ -181,9 +171,7 @@ class REKLS(StepPart):
 
     def replicated_over(self, parameter: Tensor) -> list[Axis]:
         """Where it is the same, or averaged."""
-        placement = self._plans[parameter].placement
-        return [axis for axis, role in zip(placement.axes, placement.roles, strict=True)
-                if not isinstance(role, Sharded)]  # fmt: skip
+        return self._plans[parameter].placement.whole_over
 
     def examine(self) -> Examined:
         """Which gradients are here; those of replicated parameters must be the same over ``group``."""
@@ -191,18 +179,9 @@ class REKLS(StepPart):
         found.names = [self._plans[parameter].name for parameter in found.parameters]
         found.fault = self._find_fault(self.param_groups) or found.fault
         if found.fault is None:
-            settings = found.settings = tuple(Settings.of(group) for group in self.param_groups)
-            needed = {p: one.decays_gradient for one, group in zip(settings, self.param_groups, strict=True)
-                      for p in group["params"]}  # fmt: skip
-            tasks = [task for wave in self._under_way for task in wave.tasks]
-            if any(needed[task.parameter] != task.settings.decays_gradient for task in tasks):
-                found.fault = ValueError(
-                    "REKLS: weight_decay or its method was changed between the backward and the step, when gradients "
-                    "had been sent"
-                )
-        found.alike = [
-            self._tensor_axis if self._plans[parameter].replicated else None for parameter in found.parameters
-        ]
+            found.settings = tuple(Settings.of(group) for group in self.param_groups)
+            found.fault = find_late_change(self._under_way, self.param_groups)
+        found.alike = [self._tensor_axis if self._plans[p].replicated else None for p in found.parameters]
         return found
 
     def begin(self, present: Collection[Tensor]) -> None:

@@ -29,6 +29,11 @@ class Placement:
     axes: tuple[Axis, ...]
     roles: tuple[Role, ...]
 
+    @property
+    def whole_over(self) -> list[Axis]:
+        """The axes on which it is the same, or averaged."""
+        return [axis for axis, role in zip(self.axes, self.roles, strict=True) if not isinstance(role, Sharded)]
+
 
 @dataclass(frozen=True)
 class _Options:
@@ -64,6 +69,17 @@ def find_parameter_fault(number: int, parameter: Tensor, group: dict[str, Any], 
     if dim is not None and dim >= parameter.ndim:
         return ValueError(f"REKLS: partition_dim={dim} is not a dimension of parameter {number} {shape} {where}")
     return None
+
+
+def find_cut_fault(group: dict[str, Any], rank: int) -> Exception | None:
+    """Where weights are whole on all ranks there are: whether a shard has none to be cut over."""
+    if group["partition_dim"] is None:
+        return None
+    return ValueError(
+        f"REKLS: partition_dim={group['partition_dim']} says that parameters are shards over group, but the only "
+        f"ranks given are those of data_group, over which they are whole; pass both: group= the ranks that hold "
+        f"the shards, data_group= those whose gradients are averaged (rank {rank})"
+    )
 
 
 def find_placements(

@@ -135,3 +135,13 @@ def _apply(task: Task, state: dict[str, Any], update: Tensor) -> None:
         local.copy_(local.to(task.plan.wide).mul_(shrink).sub_(update))
     state["step"] += 1
     state.update(task.new_state)
+
+
+def find_late_change(waves: Sequence[Wave], groups: Sequence[dict[str, Any]]) -> Exception | None:
+    """Whether what is added to gradients before they leave has changed since some left, in the backward."""
+    now = {p: Settings.of(group).decays_gradient for group in groups for p in group["params"]}
+    if all(now[task.parameter] == task.settings.decays_gradient for wave in waves for task in wave.tasks):
+        return None
+    return ValueError(
+        "REKLS: weight_decay or its method was changed between the backward and the step, when gradients had been sent"
+    )
