@@ -49,6 +49,7 @@ class DenseBigrams(weft.BigramHashEmbedding):
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(rows, width, group=Axis.over(SoloWire()), dtype=dtype)
+        self.weight = nn.Parameter(self.weight.detach())  # of no table: DDP has its gradient
 
     def forward(self, *, rows: Tensor) -> Tensor:  # type: ignore[override]  # the trainer hashes ahead
         """Rows ``[1, T, width]`` of hashed bigrams ``rows`` ``[1, T]``."""
