@@ -51,6 +51,9 @@ class DenseBigrams(weft.BigramHashEmbedding):
         super().__init__(rows, width, group=Axis.over(SoloWire()), dtype=dtype)
         self.weight = nn.Parameter(self.weight.detach())  # of no table: DDP has its gradient
 
+    def _apply(self, fn: Any, recurse: bool = True) -> DenseBigrams:
+        return nn.Module._apply(self, fn, recurse)  # a table would take the weight back
+
     def forward(self, *, rows: Tensor) -> Tensor:  # type: ignore[override]  # the trainer hashes ahead
         """Rows ``[1, T, width]`` of hashed bigrams ``rows`` ``[1, T]``."""
         return embedding(rows, self.weight)
