@@ -142,3 +142,9 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(sys, "argv", ["weft", "--version"])
     main()
     assert capsys.readouterr().out == f"weft {weft.__version__}\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    weft = f"{sys.executable} -c 'from weft.cli import main; main()'"
+    done = subprocess.run(["sh", "-c", f"{weft} train --help | head -c 1"], capture_output=True, text=True, timeout=120)
+    assert done.stdout and not done.stderr

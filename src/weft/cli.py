@@ -5,6 +5,8 @@ What is here shows help without importing torch; a command imports what it needs
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -142,12 +144,15 @@ def main() -> None:
         _run(sys.argv[1:])
     except (ValueError, TypeError) as error:
         _end(2, f"weft: {error}")
+    except BrokenPipeError:  # whoever read our output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python would still write
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.filename is None:
             raise  # not about a file that the user named
         _end(1, f"weft: {error.filename}: {error.strerror}")
     except KeyboardInterrupt:
-        _end(130, "stopped before anything was measured")
+        _end(130, "weft: stopped")
 
 
 def _run(words: list[str]) -> None:

@@ -171,7 +171,8 @@ def test_a_signal_before_all_have_joined_ends_them(tmp_path: Path, capfd: pytest
     """They import torch then; nothing is lost, and no rank shows where it was."""
     Sender(tmp_path, 2, signal.SIGINT)
     assert run_ranks(command(tmp_path, "rank or join(); ready(); time.sleep(600)"), 2, "test") == 128 + 2
-    assert capfd.readouterr().err == "" and not any(lives(int(facts[0])) for facts in facts_of(tmp_path, 2))
+    assert capfd.readouterr().err == "test: SIGINT: ended before all ranks had begun\n"
+    assert not any(lives(int(facts[0])) for facts in facts_of(tmp_path, 2))
 
 
 def test_who_is_told_to_ignore_signals_does(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from weft.comm.checkpoint import find_format_fault
+from weft.comm.local_rank import LocalRank
 from weft.comm.mesh import make_mesh
 from weft.comm.rendezvous import joined_world
 from weft.errors import CommError
@@ -106,8 +107,8 @@ def _value_of(name: str, arguments: Sequence[str]) -> str | None:
 def start(config: TrainConfig, arguments: Sequence[str]) -> None:
     """Check what can be checked, then train on the ranks there are, or on new local ones."""
     logging.basicConfig(format="%(message)s")
-    if int(os.environ.get("RANK", "0")) == 0:
-        logging.getLogger("weft.train").setLevel(logging.INFO)  # "reading data"
+    if int(os.environ.get("RANK", "0")) == 0 and LocalRank.of_environment() is None:
+        logging.getLogger("weft.train").setLevel(logging.INFO)  # "reading data", which who started local ranks has said
     config.check()
     if fault := find_format_fault():
         raise fault

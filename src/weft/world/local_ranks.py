@@ -147,8 +147,11 @@ class _Ranks:
         if not failed:
             if len(self.statuses) == self.count:
                 return 0
-            if self.passed_on and time.monotonic() > self.deadline:
-                self.say(f"{signal.Signals(self.signals[0][0]).name}: not done after {self.patience:g} s, ended")
+            name = signal.Signals(self.signals[0][0]).name
+            if not self.passed_on:
+                self.say(f"{name}: ended before all ranks had begun")
+            elif time.monotonic() > self.deadline:
+                self.say(f"{name}: not done after {self.patience:g} s, ended")
             return 128 + self.signals[0][0]
         notes = {rank: note for rank in failed if (note := self.ranks[rank].failure()) is not None}
         # Killed ones have no time to leave a note, and what the others note then is that somebody is gone.
