@@ -147,3 +147,11 @@ def assert_all_have(wanted: list[Tensor], found: list[list[Tensor]]) -> None:
     for rank, mine in enumerate(found):
         for index, (one, other) in enumerate(zip(mine, wanted, strict=True)):
             assert one.dtype == other.dtype and torch.equal(one, other), (rank, index)
+
+
+def weights_in_memory(model: nn.Module) -> list[Tensor]:
+    """Copies of all weights as they lie in memory; reading a table's weight would bring its rows up to date."""
+    return [
+        (p.row_table.values if hasattr(p, "row_table") else p.detach()).clone()  # type: ignore[attr-defined]
+        for p in model.parameters()
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixed_model import Mixed, backward, overlapped
+from mixed_model import Mixed, backward, overlapped, weights_in_memory
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from worlds import virtual_world
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("network")
 
 def now(model: Mixed, step: weft.OverlappedStep) -> list[Tensor]:
     kept = [value.clone() for part in step.parts.values() for s in part.state.values() for value in s.values()]
-    return [*(p.detach().clone() for p in model.parameters()), *kept]
+    return [*weights_in_memory(model), *kept]
 
 
 def rates(step: weft.OverlappedStep) -> list[float]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mixed_model import Mixed, backward, overlapped, train_overlapped
+from mixed_model import Mixed, backward, overlapped, train_overlapped, weights_in_memory
 from torch import Tensor
 from worlds import virtual_world
 
@@ -34,10 +34,7 @@ class Run:
 
     def now(self) -> list[Tensor]:
         kept = [value.clone() for state in self.optimizer.state.values() for value in state.values()]
-        parameters = [
-            (p.row_table.values if hasattr(p, "row_table") else p.detach()).clone()  # as they lie in memory
-            for p in self.model.parameters()
-        ]
+        parameters = weights_in_memory(self.model)
         rows = [value.clone() for part in self.optimizer.parts.values() if isinstance(part, weft.RowAdam)
                 for one in part._rows.values() for value in (one.last, one.at_rest)]  # fmt: skip
         return [*parameters, *kept, *rows]
