@@ -21,9 +21,10 @@ def test_folders_that_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(1200)
 def test_the_demo(tmp_path: Path) -> None:
     weft = [sys.executable, "-c", "from weft.cli import main; main()", "demo", "--steps", "4", "--ranks", "2"]
-    done = subprocess.run(weft, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(weft, cwd=tmp_path, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr
     assert "the two runs are at most" in done.stdout and "dense gradient" in done.stdout
     report = Path(done.stdout.strip().splitlines()[-1].removeprefix("report: "))
