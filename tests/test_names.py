@@ -53,7 +53,7 @@ assert "torch" in sys.modules and "weft.optim" not in sys.modules
     "first",
     [
         "import weft.attention.block, weft.linear_attention.chunk, weft.sequence.layout",
-        "from weft import *",
+        pytest.param("from weft import *", marks=pytest.mark.slow),
         "import weft.sequence as one, weft.attention as two",
     ],
 )  # fmt: skip

@@ -59,7 +59,10 @@ PLACES = [
 
 @pytest.mark.parametrize(
     ("owner", "name", "part", "what", "error"),
-    [*((*place, torch.OutOfMemoryError) for place in PLACES), (*PLACES[0], MemoryError), (*PLACES[1], KeyError)],
+    [
+        *((*place, torch.OutOfMemoryError) for place in PLACES),
+        *(pytest.param(*PLACES[at], error, marks=pytest.mark.slow) for at, error in enumerate((MemoryError, KeyError))),
+    ],
 )
 @pytest.mark.parametrize("early", [False, True])
 def test_work_that_raises_is_one_verdict(

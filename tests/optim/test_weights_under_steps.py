@@ -71,7 +71,13 @@ def replaced(parameters: list[nn.Parameter]) -> None:
 
 
 @pytest.mark.parametrize("kind", [sharded, in_a_step])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32, torch.float64)),
+    ],
+)
 @pytest.mark.parametrize("change", [filled, clamped, loaded, edited, replaced])
 def test_masters_follow_weights_that_were_changed(change: Callable, dtype: torch.dtype, kind: Callable) -> None:
     """One step moves a weight by about lr: what was set stays. What was not changed has the bits of a run alone."""

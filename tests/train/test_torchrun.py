@@ -72,7 +72,7 @@ def places() -> Iterator[str]:
         yield f"step,{source.randrange(2)},{source.randrange(2, 12)},{source.random() * 0.2:.3f}"
 
 
-PLACES = [pytest.param(place, marks=[pytest.mark.slow] if number else []) for number, place in enumerate(places())]
+PLACES = [pytest.param(place, marks=pytest.mark.slow) for place in places()]
 
 
 @pytest.mark.parametrize("place", PLACES)

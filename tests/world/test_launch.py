@@ -73,7 +73,7 @@ NO_FILE = "TypeError: launch: rank is called from a notebook or from standard in
     ("how", "words"),
     [
         ("script", "RuntimeError: launch: ranks import the script that starts them, .*; put the call under `if .*`"),
-        ("-c", NO_FILE),
+        pytest.param("-c", NO_FILE, marks=pytest.mark.slow),
         ("-", NO_FILE),
     ],
 )

@@ -37,7 +37,7 @@ RUNS: dict[str, Callable[[Path], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["train", "bench", pytest.param("demo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bench", "demo"))])
 def test_a_command_listens_on_loopback_only(tmp_path: Path, name: str) -> None:
     """Also where the environment names another interface for Gloo."""
     run = f"{name}-{os.getpid()}"
