@@ -15,6 +15,7 @@ from worlds import virtual_world
 
 import weft
 import weft.optim.sharded_adamw
+from weft.errors import NcclRuleError
 from weft.optim.rekls import stable
 from weft.optim.row_update import RowUpdate
 
@@ -252,8 +253,11 @@ def test_a_part_alone_that_one_rank_cannot_load() -> None:
 
 
 @pytest.mark.parametrize("at", ["forward", "first", "middle"])
-def test_a_backward_that_fails_on_one_rank_is_given_up(at: str) -> None:
-    """The others have sent gradients by then; all call zero_grad, and the next step is as if nothing had been."""
+def test_a_backward_that_fails_on_one_rank_is_given_up(at: str, network: str) -> None:
+    """The others have sent gradients by then; all call zero_grad, and the next step is as if nothing had been.
+
+    Not on NCCL: where its first messages hold up the host, the others never come to zero_grad.
+    """
 
     def program(axis: weft.Axis, fails: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -285,6 +289,10 @@ def test_a_backward_that_fails_on_one_rank_is_given_up(at: str) -> None:
         return [p.detach() for p in model.parameters()]
 
     wanted = virtual_world(3).run(lambda axis: program(axis, False)).results
+    if network == "nccl":
+        with pytest.raises(NcclRuleError, match="deadlock"):
+            virtual_world(3).run(lambda axis: program(axis, True))
+        return
     found = virtual_world(3).run(lambda axis: program(axis, True)).results
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
 
