@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.sequence import Sequence
+from weft.ops.sequence import Sequence
 
 BOUNDS = torch.tensor([0, 37, 50, 101])  # three documents in one sequence
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.sequence import Sequence
+from weft.ops.sequence import Sequence
 
 
 class Model(nn.Module):
@@ -38,7 +38,9 @@ def batch(step: int) -> Tensor:
 def train(axis: weft.Axis, steps: int = 60) -> list[float]:
     """The loop; returns the losses, the same on every rank."""
     model = Model()
-    optimizer = weft.ShardedAdamW(model.parameters(), lr=0.01, clip=1.0, group=axis)  # takes the mean of gradients
+    optimizer = weft.optim.ShardedAdamW(
+        model.parameters(), lr=0.01, clip=1.0, group=axis
+    )  # takes the mean of gradients
     losses = []
     for step in range(steps):
         whole = batch(step)

@@ -37,18 +37,18 @@ def train(axis: weft.Axis, steps: int = 80) -> tuple[list[float], str]:
     model, alone = Model(axis), axis.subset([axis.rank])  # no tensor-parallel ranks
     matrices, vectors = ([weight for weight in model.net.parameters() if weight.ndim == ndim] for ndim in (2, 1))
     parts = [
-        weft.REKLS(matrices, lr=0.02, variant="stable", group=alone, data_group=axis),
-        weft.ShardedAdamW(vectors, lr=0.01, group=axis),
-        weft.RowAdam(model.bigrams.parameters(), lr=0.05),
+        weft.optim.REKLS(matrices, lr=0.02, variant="stable", group=alone, data_group=axis),
+        weft.optim.ShardedAdamW(vectors, lr=0.01, group=axis),
+        weft.optim.RowAdam(model.bigrams.parameters(), lr=0.05),
     ]
-    step = weft.OverlappedStep(parts, clip=1.0, overlap_backward=True)
+    step = weft.optim.OverlappedStep(parts, clip=1.0, overlap_backward=True)
     losses = []
     for number in range(steps):
         loss = model(batch(number, axis.rank))
         losses.append(loss.item())
         loss.backward()
         if number == 3:
-            step.tune(weft.Machine(latency=50e-6, bandwidth=1e9), show=False)
+            step.tune(weft.world.Machine(latency=50e-6, bandwidth=1e9), show=False)
         step.step()
         step.zero_grad()
     return losses, str(step.explain())

@@ -36,7 +36,7 @@ def train(axis: weft.Axis, steps: int = 60) -> list[float]:
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     # Matrices by REKLS, biases by AdamW. Each matrix is decomposed by one rank: who, and over which mesh, is found out
     # from the parameters. "stable": ranks that sum in another order than one process would still follow it.
-    optimizer = weft.REKLS(model.parameters(), lr=0.01, variant="stable")
+    optimizer = weft.optim.REKLS(model.parameters(), lr=0.01, variant="stable")
     losses = []
     for step in range(steps):
         x, y = batch(step)

@@ -37,7 +37,7 @@ def train(axis: weft.Axis, steps: int = 30) -> list[float]:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["tokens.weight", "bigrams.weight"])
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     tables = [model.tokens.weight, model.bigrams.weight]
-    rows = weft.RowAdam(tables, lr=0.01)
+    rows = weft.optim.RowAdam(tables, lr=0.01)
     dense = torch.optim.AdamW(model.head.parameters(), lr=0.01)
     losses = []
     for step in range(steps):

@@ -21,10 +21,10 @@ def my_rank(axis: weft.Axis) -> float:
 
 if __name__ == "__main__":
     print("4 Gloo processes:", weft.launch(my_rank, 4))
-    print("8 virtual ranks: ", weft.VirtualWorld(8).run(my_rank).results)
-    machine = weft.Machine(latency=5e-6, bandwidth=25e9)
+    print("8 virtual ranks: ", weft.world.VirtualWorld(8).run(my_rank).results)
+    machine = weft.world.Machine(latency=5e-6, bandwidth=25e9)
     for method in ("ring", "doubling", "transpose"):
-        run = weft.VirtualWorld(256, machine).run(
+        run = weft.world.VirtualWorld(256, machine).run(
             lambda axis, method=method: weft.exclusive_scan(
                 torch.empty(8, 64, 64, device="meta"), group=axis, method=method
             )

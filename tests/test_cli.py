@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.bench import step_orders
-from weft.bench.rekls_quality import RATES
-from weft.bench.step import methods_on
-from weft.bench.step_runs import Run, Sizes
+from weft.bench.matrix.rekls_quality import RATES
+from weft.bench.step import step_orders
+from weft.bench.step.step import methods_on
+from weft.bench.step.step_runs import Run, Sizes
 from weft.cli import main
 from weft.comm import Axis
-from weft.linear_attention.fused.ahead import Shape, compile_for, launches
-from weft.linear_attention.fused.tiling import KERNELS
-from weft.scan import METHODS
+from weft.ops.linear_attention.fused.ahead import Shape, compile_for, launches
+from weft.ops.linear_attention.fused.tiling import KERNELS
+from weft.ops.scan import METHODS
 from weft.world.launch import launch
 
 pytestmark = pytest.mark.processes

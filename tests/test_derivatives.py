@@ -11,7 +11,7 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.scan import METHODS
+from weft.ops.scan import METHODS
 
 pytestmark = pytest.mark.usefixtures("network")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.parts import PARTS
+from weft.parts import MOVED, PUBLIC
 
-LISTED = {name for names in PARTS.values() for name in names}
+LISTED = {name for names in PUBLIC.values() for name in names}
 
 
 def python(program: str) -> None:
@@ -24,14 +25,20 @@ def python(program: str) -> None:
 
 
 def test_every_name_has_one_home_and_is_seen_by_type_checkers() -> None:
-    assert set(weft.__all__) == LISTED and len(LISTED) == sum(map(len, PARTS.values()))
+    assert set(weft.__all__) == LISTED | {"optim", "world"} and len(LISTED) == sum(map(len, PUBLIC.values()))
     assert set(dir(weft)) >= LISTED and "__version__" in dir(weft)
     tree = ast.parse(Path(weft.__file__).read_text())
     checking = next(
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     seen = {node.module: tuple(name.name for name in node.names) for node in checking.body}
-    assert seen == PARTS
+    assert seen == PUBLIC | {"weft": ("optim", "world")}
+
+
+@pytest.mark.parametrize(("package", "name"), [(where, name) for where, names in MOVED.items() for name in names])
+def test_old_names_are_aliases_for_a_release(package: str, name: str) -> None:
+    with pytest.deprecated_call(match=f"weft.{name} is now {package}.{name}"):
+        assert getattr(weft, name) is getattr(importlib.import_module(package), name)
 
 
 def test_a_name_that_is_not_there() -> None:
@@ -44,7 +51,7 @@ def test_importing_weft_imports_nothing_else() -> None:
     python("""
 import sys, weft
 assert "torch" not in sys.modules
-assert callable(weft.comm.Call) and issubclass(weft.errors.CommError, RuntimeError) and weft.scan.METHODS
+assert callable(weft.comm.Call) and issubclass(weft.errors.CommError, RuntimeError) and weft.ops.scan.METHODS
 assert "torch" in sys.modules and "weft.optim" not in sys.modules
 """)
 
@@ -52,24 +59,24 @@ assert "torch" in sys.modules and "weft.optim" not in sys.modules
 @pytest.mark.parametrize(
     "first",
     [
-        "import weft.attention.block, weft.linear_attention.chunk, weft.sequence.layout",
+        "import weft.ops.attention.block, weft.ops.linear_attention.chunk, weft.ops.sequence.layout",
         pytest.param("from weft import *", marks=pytest.mark.slow),
-        "import weft.sequence as one, weft.attention as two",
+        "import weft.ops.sequence as one, weft.ops.attention as two",
     ],
 )  # fmt: skip
-def test_functions_win_over_packages(first: str) -> None:
+def test_functions_do_not_share_names_with_packages(first: str) -> None:
     """Whichever was imported first; the packages can still be imported, and the functions pickled."""
     python(f"""
 {first}
 import pickle, sys, types
 import weft
-import weft.attention.plan, weft.linear_attention.gate, weft.sequence.tokens
+import weft.ops.attention.plan, weft.ops.linear_attention.gate, weft.ops.sequence.tokens
 from weft import attention, linear_attention, sequence
 for name, one in dict(attention=attention, linear_attention=linear_attention, sequence=sequence).items():
     assert isinstance(one, types.FunctionType) and one is getattr(weft, name), name
-    assert isinstance(sys.modules["weft." + name], types.ModuleType)
+    assert isinstance(sys.modules["weft.ops." + name], types.ModuleType)
     assert pickle.loads(pickle.dumps(one)) is one
-assert isinstance(weft.train if "weft.train" in sys.modules else weft.scan, types.ModuleType)
+assert isinstance(weft.ops.attention.plan, types.ModuleType)
 """)
 
 

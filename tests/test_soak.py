@@ -14,8 +14,8 @@ from test_scan_gloo import scan_on
 from test_schedules import check as check_scan
 
 import weft
-from weft.scan import METHODS
-from weft.sequence.layout import LAYOUTS
+from weft.ops.scan import METHODS
+from weft.ops.sequence.layout import LAYOUTS
 from weft.world.launch import ProcessWorld
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -30,10 +30,10 @@ def names_torch_distributed(tree: ast.AST) -> bool:
     return False
 
 
-def test_only_comm_calls_torch_distributed() -> None:
+def test_only_comm_and_parallel_call_torch_distributed() -> None:
     users = {path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")
              if names_torch_distributed(ast.parse(path.read_text()))}  # fmt: skip
-    assert users == {"comm"}
+    assert users == {"comm", "parallel"}
 
 
 def definitions(kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> list[tuple[str, ast.ClassDef | ast.FunctionDef]]:
@@ -97,9 +97,11 @@ def test_nobody_is_told_to_install_a_strangers_package() -> None:
 
 def test_public_names() -> None:
     assert set(weft.__all__) == {
-        "Axis", "BigramHashEmbedding", "Machine", "OverlappedStep", "REKLS", "RowAdam", "RowExchange", "ShardedAdamW",
-        "ShardedEmbedding", "StepPart", "VirtualWorld", "attention", "broadcast_parameters", "clip_grad_norm_",
-        "exclusive_scan", "head_strides", "launch", "linear_attention", "mean_loss", "record", "sequence",
-        "shard", "unshard",
+        "Axis", "BigramHashEmbedding", "RowExchange", "Sequence", "ShardedEmbedding", "attention",
+        "broadcast_parameters", "clip_grad_norm_", "exclusive_scan", "head_strides", "launch", "linear_attention",
+        "mean_loss", "optim", "record", "sequence", "shard", "unshard", "world",
     }  # fmt: skip
-    assert all(callable(getattr(weft, name)) for name in weft.__all__)
+    assert all(callable(getattr(weft, name)) for name in weft.__all__ if name not in ("optim", "world"))
+    assert set(weft.optim.__all__) == {
+        "REKLS", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart", "broadcast_parameters", "clip_grad_norm_",
+    }  # fmt: skip

@@ -47,7 +47,7 @@ def try_one(subject: Subject, argument: str, value: str, later: bool) -> tuple[l
         return outcome, call()
 
     try:
-        results = weft.VirtualWorld(3).run(program).results
+        results = weft.world.VirtualWorld(3).run(program).results
     except Exception as error:
         return [(type(error).__name__, str(error))] * 3, []
     return [outcome for outcome, _ in results], [result for _, result in results]
@@ -60,7 +60,7 @@ def rightly(subject: Subject, later: bool) -> list[Any]:
             call()
         return call()
 
-    return weft.VirtualWorld(3).run(program).results
+    return weft.world.VirtualWorld(3).run(program).results
 
 
 def find_wrong(name: str, argument: str, value: str, later: bool, right: list[Any]) -> str | None:

@@ -103,7 +103,7 @@ def step_with_wrong_betas(axis: weft.Axis) -> tuple[Outcome, Outcome]:
     if axis.rank >= 3:
         return ("", ""), ("", "")
     table = weft.ShardedEmbedding(12, 4, group=group)
-    optimizer = weft.RowAdam(table.parameters())
+    optimizer = weft.optim.RowAdam(table.parameters())
     table(torch.arange(6)).sum().backward()
     if axis.rank == ODD:
         optimizer.param_groups[0]["betas"] = (0.9, "a")

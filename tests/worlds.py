@@ -15,8 +15,8 @@ def use_rules(rules: str) -> None:
     _current[0] = rules
 
 
-def virtual_world(size: int) -> weft.VirtualWorld:
-    return weft.VirtualWorld(size, rules=_current[0])
+def virtual_world(size: int) -> weft.world.VirtualWorld:
+    return weft.world.VirtualWorld(size, rules=_current[0])
 
 
 def every(values):

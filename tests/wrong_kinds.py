@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import weft
+from weft import optim
 
 
 class Hostile:
@@ -292,7 +293,7 @@ def _quick(optimizer: Any) -> Any:
     return optimizer
 
 
-def _make(kind: type[weft.StepPart], **right: Any) -> Callable[[weft.Axis], Call]:
+def _make(kind: type[optim.StepPart], **right: Any) -> Callable[[weft.Axis], Call]:
     def start(axis: weft.Axis) -> Call:
         def call(**changes: Any) -> list[Tensor]:
             model = _model(axis)
@@ -307,25 +308,25 @@ def _make(kind: type[weft.StepPart], **right: Any) -> Callable[[weft.Axis], Call
 
 def _make_row_adam(axis: weft.Axis) -> Call:
     def call(**changes: Any) -> None:
-        weft.RowAdam(**{"params": list(_table(axis).parameters()), **changes})
+        optim.RowAdam(**{"params": list(_table(axis).parameters()), **changes})
 
     return call
 
 
 def _make_part(axis: weft.Axis) -> Call:
     def call(**changes: Any) -> None:
-        weft.StepPart(**{"params": list(_model(axis).parameters()), "defaults": {}, **changes})
+        optim.StepPart(**{"params": list(_model(axis).parameters()), "defaults": {}, **changes})
 
     return call
 
 
-def _parts(axis: weft.Axis, model: nn.Linear) -> list[weft.StepPart]:
-    return [weft.REKLS([model.weight], lr=0.1, group=axis), weft.ShardedAdamW([model.bias], group=axis)]
+def _parts(axis: weft.Axis, model: nn.Linear) -> list[optim.StepPart]:
+    return [optim.REKLS([model.weight], lr=0.1, group=axis), optim.ShardedAdamW([model.bias], group=axis)]
 
 
 def _make_overlapped(axis: weft.Axis) -> Call:
     def call(**changes: Any) -> None:
-        weft.OverlappedStep(**{"parts": _parts(axis, _model(axis)), **changes})
+        optim.OverlappedStep(**{"parts": _parts(axis, _model(axis)), **changes})
 
     return call
 
@@ -415,22 +416,22 @@ SUBJECTS = {
     "RowExchange": Subject(_rows, weft.RowExchange),
     "RowExchange.pull": Subject(_pull, weft.RowExchange.pull, tells=False),
     "RowExchange.push": Subject(_push, weft.RowExchange.push, tells=False),
-    "ShardedAdamW": Subject(_make(weft.ShardedAdamW), weft.ShardedAdamW),
+    "ShardedAdamW": Subject(_make(optim.ShardedAdamW), optim.ShardedAdamW),
     "ShardedAdamW.step": Subject(
-        _step(lambda axis, m: weft.ShardedAdamW(m.parameters(), group=axis)), weft.ShardedAdamW,
+        _step(lambda axis, m: optim.ShardedAdamW(m.parameters(), group=axis)), optim.ShardedAdamW,
         leave_out=OF_THE_OPTIMIZER,
     ),
     "REKLS": Subject(
-        _make(weft.REKLS, lr=0.1), weft.REKLS, leave_out=("self", "group", "data_group")
+        _make(optim.REKLS, lr=0.1), optim.REKLS, leave_out=("self", "group", "data_group")
     ),
     "REKLS.step": Subject(
-        _step(lambda axis, m: weft.REKLS(m.parameters(), lr=0.1, group=axis)), weft.REKLS, leave_out=OF_THE_OPTIMIZER
+        _step(lambda axis, m: optim.REKLS(m.parameters(), lr=0.1, group=axis)), optim.REKLS, leave_out=OF_THE_OPTIMIZER
     ),
-    "RowAdam": Subject(_make_row_adam, weft.RowAdam, talks=False),
-    "StepPart": Subject(_make_part, weft.StepPart, talks=False),
-    "OverlappedStep": Subject(_make_overlapped, weft.OverlappedStep, talks=False),
+    "RowAdam": Subject(_make_row_adam, optim.RowAdam, talks=False),
+    "StepPart": Subject(_make_part, optim.StepPart, talks=False),
+    "OverlappedStep": Subject(_make_overlapped, optim.OverlappedStep, talks=False),
     "OverlappedStep.step": Subject(
-        _step(lambda axis, m: weft.OverlappedStep(_parts(axis, m))), weft.REKLS, leave_out=OF_THE_OPTIMIZER
+        _step(lambda axis, m: optim.OverlappedStep(_parts(axis, m))), optim.REKLS, leave_out=OF_THE_OPTIMIZER
     ),
     # Other parameters on one rank may be right ones without a table, for which nobody waits.
     "clip_grad_norm_": Subject(_clip, weft.clip_grad_norm_, tells=False, leave_out=("parameters",)),

@@ -1,39 +1,34 @@
 """weft: distributed training operations for PyTorch whose communication runs under the computation.
 
-Importing it imports nothing else: a name brings its part of weft, and torch, when it is first used.
+Operations and modules are here, optimizers in `weft.optim`, virtual worlds and machines in `weft.world`. Importing weft
+imports nothing else: a name brings its package, and torch, when it is first used.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
-from weft.parts import PARTS
+from weft.parts import MOVED, PACKAGES, PUBLIC
 
 if TYPE_CHECKING:
-    from weft.attention import attention, head_strides
+    from weft import optim, world
     from weft.comm import Axis, record
-    from weft.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
-    from weft.linear_attention import linear_attention
-    from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart, broadcast_parameters, clip_grad_norm_
-    from weft.scan import exclusive_scan
-    from weft.sequence import mean_loss, sequence, shard, unshard
-    from weft.world import Machine, VirtualWorld, launch
+    from weft.ops.attention import attention, head_strides
+    from weft.ops.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
+    from weft.ops.linear_attention import linear_attention
+    from weft.ops.scan import exclusive_scan
+    from weft.ops.sequence import Sequence, mean_loss, sequence, shard, unshard
+    from weft.optim import broadcast_parameters, clip_grad_norm_
+    from weft.world import launch
 
 __all__ = [
-    "REKLS",
     "Axis",
     "BigramHashEmbedding",
-    "Machine",
-    "OverlappedStep",
-    "RowAdam",
     "RowExchange",
-    "ShardedAdamW",
+    "Sequence",
     "ShardedEmbedding",
-    "StepPart",
-    "VirtualWorld",
     "attention",
     "broadcast_parameters",
     "clip_grad_norm_",
@@ -42,40 +37,31 @@ __all__ = [
     "launch",
     "linear_attention",
     "mean_loss",
+    "optim",
     "record",
     "sequence",
     "shard",
     "unshard",
+    "world",
 ]
 __version__ = "0.1.0"
 
-_HOMES = {name: part for part, names in PARTS.items() for name in names}
+_HOMES = {name: package for package, names in PUBLIC.items() for name in names}
+_MOVED = {name: package for package, names in MOVED.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a part such as ``weft.comm``, when it is first asked for."""
+    """A public name, or a package such as ``weft.optim``, when it is first asked for."""
     if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
         return value
-    if f"weft.{name}" in (*PARTS, "weft.errors"):
+    if name in _MOVED:
+        warn(f"weft.{name} is now {_MOVED[name]}.{name}; the old name goes with 0.3", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(_MOVED[name]), name)
+    if name in PACKAGES:
         return import_module(f"weft.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """`attention`, `linear_attention` and `sequence` are functions and also packages that define them.
-
-    Importing a package sets it as an attribute here. The function stays, whichever was asked for first.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

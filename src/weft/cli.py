@@ -17,8 +17,8 @@ import tyro
 from weft import __version__
 from weft.bench.commands import BENCHES
 from weft.bench.flags import check_at_least, check_file
+from weft.report.page import show_report
 from weft.train.entry import make_command
-from weft.train.report import show_report
 
 Command = Callable[..., None]
 MOST_VIRTUAL_RANKS = 4096  # each is a thread
@@ -33,7 +33,7 @@ def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
         ranks: 2 or 4 local ranks: 2 context-parallel ones, the others data-parallel.
     """
     check_at_least(1, steps=steps)
-    from weft.bench.demo import run_demo
+    from weft.bench.train.demo import run_demo
 
     run_demo(out, steps, ranks)
 
@@ -112,7 +112,7 @@ def show_kernels(
     """
     check_at_least(1, dims=dims, chunks=chunks, tokens=tokens, heads=heads)
     check_file("--json", json)
-    from weft.bench import kernels
+    from weft.bench.linear_attention import kernels
     from weft.bench.report import Report, describe_machine
     from weft.bench.suite import measure
 

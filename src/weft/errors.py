@@ -65,8 +65,8 @@ class CallRecord:
 
     ``number`` counts the calls on ``counter`` (an axis, or one lane of it); ``signature`` are the shapes, dtypes
     and options as text. ``tag`` goes on the wire with every message of the call, so that messages of different
-    calls never meet. ``fault`` is the error this rank found in its arguments, if it could not make the call. ``told``:
-    how many integers the ranks tell at its beginning.
+    calls never meet. ``fault`` is the error this rank found in its arguments, if it could not make the call.
+    ``integers``: how many of them the ranks gather as metadata at its beginning.
     """
 
     counter: str
@@ -75,7 +75,7 @@ class CallRecord:
     signature: tuple[tuple[str, str], ...]
     tag: int
     fault: Fault | None = None
-    told: int = 0
+    integers: int = 0
 
     def __str__(self) -> str:
         return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.signature)})"

@@ -1,20 +1,20 @@
-"""Which part of weft defines each public name."""
+"""Which package of weft defines each public name."""
 
-PARTS = {
-    "weft.attention": ("attention", "head_strides"),
+# Operations and modules: `weft.NAME`.
+PUBLIC = {
     "weft.comm": ("Axis", "record"),
-    "weft.embedding": ("BigramHashEmbedding", "RowExchange", "ShardedEmbedding"),
-    "weft.linear_attention": ("linear_attention",),
-    "weft.optim": (
-        "REKLS",
-        "OverlappedStep",
-        "RowAdam",
-        "ShardedAdamW",
-        "StepPart",
-        "broadcast_parameters",
-        "clip_grad_norm_",
-    ),
-    "weft.scan": ("exclusive_scan",),
-    "weft.sequence": ("mean_loss", "sequence", "shard", "unshard"),
-    "weft.world": ("Machine", "VirtualWorld", "launch"),
+    "weft.ops.attention": ("attention", "head_strides"),
+    "weft.ops.embedding": ("BigramHashEmbedding", "RowExchange", "ShardedEmbedding"),
+    "weft.ops.linear_attention": ("linear_attention",),
+    "weft.ops.scan": ("exclusive_scan",),
+    "weft.ops.sequence": ("Sequence", "mean_loss", "sequence", "shard", "unshard"),
+    "weft.optim": ("broadcast_parameters", "clip_grad_norm_"),
+    "weft.world": ("launch",),
 }
+# Where they are now: at the top they are aliases until 0.3.
+MOVED = {
+    "weft.optim": ("REKLS", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart"),
+    "weft.world": ("Machine", "VirtualWorld"),
+}
+# Packages that are attributes of weft.
+PACKAGES = ("comm", "errors", "integrations", "ops", "optim", "parallel", "world")

@@ -13,14 +13,14 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.bench.plain_attention import gather_then_attend, lasp2
-from weft.bench.plain_train import METHODS, PlainTrainer, count_on_ranks
-from weft.bench.sockets import sent_bytes
 from weft.bench.timing import line_up
-from weft.bench.train_runs import ReplayedTrainer
+from weft.bench.train.plain_attention import gather_then_attend, lasp2
+from weft.bench.train.plain_train import METHODS, PlainTrainer, count_on_ranks
+from weft.bench.train.sockets import sent_bytes
+from weft.bench.train.train_runs import ReplayedTrainer
 from weft.cli import main
 from weft.comm import Axis, record
-from weft.comm.mesh import make_mesh
+from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
 from weft.train.metrics import FAMILIES
 from weft.train.mixers import attend_linear, attend_softmax

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.demo import free_folder
+from weft.bench.train.demo import free_folder
 
 
 def test_folders_that_are_taken(tmp_path: Path) -> None:

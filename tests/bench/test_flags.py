@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench import demo
 from weft.bench.flags import check_file
+from weft.bench.train import demo
 from weft.cli import main
 from weft.world import VirtualWorld
 from weft.world.launch import ProcessWorld

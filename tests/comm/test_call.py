@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from worlds import virtual_world
 
 import weft
-from weft.comm.parcel import exchange_parcels
-from weft.comm.tell import FAN_OUT
+from weft.comm.coalesced import exchange_coalesced
+from weft.comm.metadata import FAN_OUT
 from weft.errors import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -27,8 +27,8 @@ class Options:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
 def test_everybody_gets_everybodys_rows(rows: list[int]) -> None:
     def program(axis: weft.Axis) -> list[list[float]]:
-        call = axis.begin("gather", Options((2,)), tell=(rows[axis.rank],))
-        told = [count for (count,) in call.told.wait()]
+        call = axis.begin("gather", Options((2,)), metadata=(rows[axis.rank],))
+        told = [count for (count,) in call.metadata.wait()]
         assert told == rows
         mine = torch.full((rows[axis.rank], 2), float(axis.rank))
         return [part.flatten().tolist() for part in call.all_gather(mine, told).wait()]
@@ -79,7 +79,7 @@ def test_integers_reach_everybody(size: int) -> None:
 
     def program(axis: weft.Axis) -> tuple[list[tuple[int, ...]], int]:
         with weft.record() as ledger:
-            told = axis.begin("tell", tell=(axis.rank, axis.rank**2)).told.wait()
+            told = axis.begin("tell", metadata=(axis.rank, axis.rank**2)).metadata.wait()
         return told, ledger.bytes_received
 
     for told, received in virtual_world(size).run(program).results:
@@ -94,7 +94,7 @@ def test_options_that_differ_are_told_in_the_round(size: int) -> None:
         for step in range(4):
             odd = axis.rank == 1 and step == 2
             try:
-                axis.begin("work", Options((4,), "odd" if odd else "same"), tell=(step,)).told.wait()
+                axis.begin("work", Options((4,), "odd" if odd else "same"), metadata=(step,)).metadata.wait()
                 words.append("")
             except DisagreementError as error:
                 words.append(str(error))
@@ -116,8 +116,8 @@ def test_a_fault_of_two_ranks(kind: type[Exception], tells: bool) -> None:
             fault = kind(f"not this (rank {axis.rank})") if axis.rank in (1, 3) else None
             try:
                 axis.begin(
-                    "work", None if fault else Options((4,)), tell=(1,) if tells else None, fault=fault
-                ).told.wait()
+                    "work", None if fault else Options((4,)), metadata=(1,) if tells else None, fault=fault
+                ).metadata.wait()
             except (ValueError, TypeError, NotImplementedError) as error:
                 raised.append((type(error).__name__, str(error)))
         return raised
@@ -131,7 +131,7 @@ def test_a_fault_of_two_ranks(kind: type[Exception], tells: bool) -> None:
 def test_what_each_rank_alone_is_told(size: int) -> None:
     def program(axis: weft.Axis) -> list[tuple[int, ...]]:
         each = [(100 * axis.rank + other, -other) for other in range(size)]
-        return axis.begin("tell", Options((1,)), tell=(axis.rank,), tell_each=each).told.wait()
+        return axis.begin("tell", Options((1,)), metadata=(axis.rank,), metadata_each=each).metadata.wait()
 
     for rank, told in enumerate(virtual_world(size).run(program).results):
         assert told == [(other, 100 * other + rank, -rank) for other in range(size)]
@@ -144,8 +144,8 @@ def test_one_element_travels_whatever_its_stride() -> None:
         odd = torch.full((1, 4), 5.0)[:, :1].mT  # strides 1 and 4
         boxes = [torch.zeros(1, 1), torch.zeros(2), torch.zeros(1)]
         other = 1 - axis.rank
-        exchange_parcels(axis.begin("parcel"), [(other, [odd, torch.ones(2)])], [(other, boxes[:2])]).wait()
-        exchange_parcels(axis.begin("parcel"), [(other, [odd])], [(other, boxes[2:])]).wait()
+        exchange_coalesced(axis.begin("parcel"), [(other, [odd, torch.ones(2)])], [(other, boxes[:2])]).wait()
+        exchange_coalesced(axis.begin("parcel"), [(other, [odd])], [(other, boxes[2:])]).wait()
         return torch.cat([box.flatten() for box in boxes]).tolist()
 
     assert virtual_world(2).run(program).results == [[5.0, 1.0, 1.0, 5.0]] * 2

@@ -25,7 +25,7 @@ def test_lanes_of_one_operation_share_a_row(tmp_path) -> None:
         for _ in range(20):
             weft.linear_attention(q, q, q, group=axis)[0].backward(torch.empty(1, 8, 2, 4, device="meta"))
 
-    run = weft.VirtualWorld(3, weft.Machine(1e-6, 1e9, flops=1e9)).run(program)
+    run = weft.world.VirtualWorld(3, weft.world.Machine(1e-6, 1e9, flops=1e9)).run(program)
     run.timeline.save_trace(tmp_path / "trace.json")
     rows = rows_of(tmp_path / "trace.json")
     lanes = {"world lane: linear_attention", "world lane: linear_attention.backward"}
@@ -38,7 +38,7 @@ def test_blocks_of_a_row_do_not_overlap(tmp_path) -> None:
         q = torch.empty(1, 64, 8, 8, device="meta")
         weft.attention(q, q, q, causal=False, method="gather", strides=(2, 2, 2, 2), group=axis)
 
-    run = weft.VirtualWorld(3, weft.Machine(1e-6, 1e6, flops=1e9)).run(program)
+    run = weft.world.VirtualWorld(3, weft.world.Machine(1e-6, 1e6, flops=1e9)).run(program)
     run.timeline.save_trace(tmp_path / "trace.json")
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert len(events) > 20
@@ -71,5 +71,5 @@ def test_what_is_exposed_is_what_the_main_line_waits_for() -> None:
 
         return told(0.5, False, False), told(0.5, True, False), told(0.5, True, True), told(2.0, True, True)
 
-    for found in weft.VirtualWorld(2, weft.Machine(latency=1.0, bandwidth=1e12)).run(program).results:
+    for found in weft.world.VirtualWorld(2, weft.world.Machine(latency=1.0, bandwidth=1e12)).run(program).results:
         assert found == ([("trade", 0.5)], [("trade", 0.5)], [("trade", 0.5)], [])

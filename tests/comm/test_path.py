@@ -7,8 +7,8 @@ import torch
 from worlds import virtual_world
 
 import weft
-from weft.comm.path import Path, Together
-from weft.scan import METHODS, Affine, Form, schedule
+from weft.comm.schedule import Path, ScheduleExecutor
+from weft.ops.scan import METHODS, Affine, Form, schedule
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -36,7 +36,7 @@ def test_many_paths_at_once(method: str, reverse: bool) -> None:
         paths = [call.path(PATHS[name], place, name) for name, place in mine]
         paths = [path.reversed() for path in paths] if reverse else paths
         form = Form("none", torch.Size((2, 3)), torch.float64, torch.device("cpu"))
-        scan = Together(call, [(path, schedule(method, path, form)) for path in paths])
+        scan = ScheduleExecutor(call, [(path, schedule(method, path, form)) for path in paths])
         entering = scan.run(call, [Affine.of(maps[one]) for one in mine])
         zero = torch.zeros(2, 3, dtype=torch.float64)
         return {one: zero if state is None else state for one, state in zip(mine, entering, strict=True)}

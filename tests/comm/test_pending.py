@@ -58,17 +58,19 @@ def test_so_do_lanes_of_virtual_ranks() -> None:
         call = axis.begin("failing")
         return raised_twice(call.start(fail)) and raised_twice(axis.start(fail))
 
-    assert all(weft.VirtualWorld(2).run(program).results)
+    assert all(weft.world.VirtualWorld(2).run(program).results)
 
 
 @pytest.mark.usefixtures("network")
 def test_so_does_what_the_ranks_told() -> None:
     def program(axis: weft.Axis) -> list[str]:
-        axis.begin("telling", tell=(0,)).told.wait()
+        axis.begin("telling", metadata=(0,)).metadata.wait()
         told = None
         words = []
         try:
-            told = axis.begin("telling", tell=(0,), fault=ValueError("rank 1 cannot") if axis.rank == 1 else None).told
+            told = axis.begin(
+                "telling", metadata=(0,), fault=ValueError("rank 1 cannot") if axis.rank == 1 else None
+            ).metadata
         except ValueError as error:
             words += [str(error)] * 2
         for _ in range(2 if told is not None else 0):

@@ -21,7 +21,7 @@ from weft.integrations.ring_flash_attn import (
     ring_flash_attn_func,
     zigzag_ring_flash_attn_func,
 )
-from weft.sequence.layout import shard_lengths
+from weft.ops.sequence.layout import shard_lengths
 from weft.world.launch import ProcessWorld
 
 pytestmark = pytest.mark.usefixtures("network")

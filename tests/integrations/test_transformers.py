@@ -31,7 +31,7 @@ from worlds import every, virtual_world
 
 import weft
 from weft.integrations.transformers import ContextParallel
-from weft.sequence.layout import LAYOUTS
+from weft.ops.sequence.layout import LAYOUTS
 
 transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
 on_networks = pytest.mark.usefixtures("network")  # where messages are of another shape than in the other tests

@@ -114,12 +114,12 @@ def make_optimizer(how: str, model: Any) -> torch.optim.Optimizer:
     return kind(model.parameters(), lr=RATE)
 
 
-def overlapped(model: Any) -> weft.OverlappedStep:
+def overlapped(model: Any) -> weft.optim.OverlappedStep:
     """Two parts, whose gradients leave in the backward."""
     matrices = [weight for weight in model.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if weight.ndim != 2]
-    parts = [weft.ShardedAdamW(some, lr=RATE) for some in (matrices, rest)]
-    return weft.OverlappedStep(parts, overlap_backward=True, bucket_bytes=1 << 12)
+    parts = [weft.optim.ShardedAdamW(some, lr=RATE) for some in (matrices, rest)]
+    return weft.optim.OverlappedStep(parts, overlap_backward=True, bucket_bytes=1 << 12)
 
 
 def own_loop(axis: weft.Axis, how: str) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def own_loop(axis: weft.Axis, how: str) -> dict[str, Tensor]:
         wrapped = DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer
     if how == "owners":
-        optimizer = weft.ShardedAdamW(model.parameters(), lr=RATE)
+        optimizer = weft.optim.ShardedAdamW(model.parameters(), lr=RATE)
     else:
         optimizer = overlapped(model) if how == "overlapped" else make_optimizer(how, model)
     for step in range(2):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from weft import optim
 
 ROWS, WIDTH = 37, 6
 
@@ -51,19 +52,19 @@ def ids_of(step: int, micro: int, rank: int) -> Tensor:
     return torch.randint(0, ROWS, (5 + rank,), generator=make)
 
 
-def parts_of(model: Mixed, axis: weft.Axis, mode: str = "exact") -> list[weft.StepPart]:
+def parts_of(model: Mixed, axis: weft.Axis, mode: str = "exact") -> list[optim.StepPart]:
     alone = axis.subset([axis.rank])
     return [
-        weft.REKLS(model.matrices, lr=0.02, variant="stable", weight_decay=0.1, group=alone, data_group=axis),
-        weft.ShardedAdamW(
+        optim.REKLS(model.matrices, lr=0.02, variant="stable", weight_decay=0.1, group=alone, data_group=axis),
+        optim.ShardedAdamW(
             [{"params": model.vectors[:3]}, {"params": model.vectors[3:], "lr": 0.05}], lr=0.01, group=axis
         ),
-        weft.RowAdam([model.table.weight, model.second.weight], lr=0.03, weight_decay=0.05, mode=mode),
+        optim.RowAdam([model.table.weight, model.second.weight], lr=0.03, weight_decay=0.05, mode=mode),
     ]
 
 
-def overlapped(model: Mixed, axis: weft.Axis, mode: str = "exact", **options: Any) -> weft.OverlappedStep:
-    return weft.OverlappedStep(parts_of(model, axis, mode), **options)
+def overlapped(model: Mixed, axis: weft.Axis, mode: str = "exact", **options: Any) -> optim.OverlappedStep:
+    return optim.OverlappedStep(parts_of(model, axis, mode), **options)
 
 
 def backward(model: Mixed, axis: weft.Axis, step: int, micros: int, quiet: Callable[[], Any] = nullcontext) -> None:
@@ -107,9 +108,9 @@ def train_alone(ranks: int, steps: int, micros: int = 1) -> list[Tensor]:
     dense = [p for p in (*model.matrices, *model.vectors) if p.requires_grad]
     vectors = model.vectors
     optimizers: list[torch.optim.Optimizer] = [
-        weft.REKLS(model.matrices, lr=0.02, variant="stable", weight_decay=0.1),
+        optim.REKLS(model.matrices, lr=0.02, variant="stable", weight_decay=0.1),
         torch.optim.AdamW([{"params": vectors[:3]}, {"params": vectors[3:], "lr": 0.05}], lr=0.01),
-        weft.RowAdam([table.weight for table in tables], lr=0.03, weight_decay=0.05),
+        optim.RowAdam([table.weight for table in tables], lr=0.03, weight_decay=0.05),
     ]
     for step in range(steps):
         sums: list[Tensor | None] = [None] * len(dense)

@@ -1,4 +1,4 @@
-"""REKLS as its equations stand, slowly: every decomposition anew, one matrix, no ranks. The judge of `weft.REKLS`."""
+"""REKLS as its equations stand, slowly: every decomposition anew, one matrix, no ranks. The judge of `REKLS`."""
 
 from __future__ import annotations
 

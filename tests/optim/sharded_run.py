@@ -1,4 +1,4 @@
-"""A few parameters with mixed placements, trained alone and over ranks, for the tests of `weft.REKLS`."""
+"""A few parameters with mixed placements, trained alone and over ranks, for the tests of `weft.optim.REKLS`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import weft
+from weft import optim
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def groups_of(parameters: list[Tensor], kinds=KINDS) -> list[dict[str, Any]]:
 
 def train_alone(steps: int, data_ranks: int = 1, kinds=KINDS, dtype=torch.float32, **options: Any) -> list[Tensor]:
     parameters = [torch.nn.Parameter(weight) for weight in weights(kinds, dtype)]
-    optimizer = weft.REKLS(groups_of(parameters, kinds), lr=0.01, **options)
+    optimizer = optim.REKLS(groups_of(parameters, kinds), lr=0.01, **options)
     for step in range(steps):
         for parameter, grad in zip(parameters, averaged(step, data_ranks, kinds=kinds, dtype=dtype), strict=True):
             parameter.grad = grad.to(dtype) if data_ranks == 1 else grad
@@ -97,7 +98,7 @@ def train_over(
         torch.nn.Parameter(part_of(weight, kind, axis.rank, axis.size, uneven))
         for weight, kind in zip(weights(kinds, dtype), kinds, strict=True)
     ]
-    optimizer = weft.REKLS(groups_of(parameters, kinds), lr=0.01, group=axis, data_group=data, **options)
+    optimizer = optim.REKLS(groups_of(parameters, kinds), lr=0.01, group=axis, data_group=data, **options)
     for step in range(steps):
         grads = gradients(step, 0 if data is None else data.rank, kinds, dtype)
         for parameter, kind, grad in zip(parameters, kinds, grads, strict=True):

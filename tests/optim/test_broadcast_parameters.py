@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from worlds import virtual_world
 
 import weft
+from weft import optim
 from weft.world.launch import ProcessWorld
 
 
@@ -35,7 +36,7 @@ def test_every_rank_gets_parameters_and_buffers_of_the_source(source: int) -> No
             weft.broadcast_parameters(net, group=axis, source=source)
         assert torch.equal(table.weight, rows)
         del net.table
-        sent = sum(not event.operation.endswith(".tell") and bool(event.sends) for event in ledger.events)
+        sent = sum(not event.operation.endswith(".metadata") and bool(event.sends) for event in ledger.events)
         return net.state_dict(), sent
 
     wanted = model(source).state_dict()
@@ -118,7 +119,7 @@ def test_rekls_takes_a_data_group_alone(named: bool) -> None:
         options = {"group": axis} if named else {}
         if alone:
             options = {"group": axis.subset([axis.rank])}
-        optimizer = weft.REKLS(parameters, lr=0.1, variant="stable", data_group=axis, **options)
+        optimizer = optim.REKLS(parameters, lr=0.1, variant="stable", data_group=axis, **options)
         for _ in range(2):
             grads_of(parameters, axis.rank)
             optimizer.step()
@@ -136,7 +137,7 @@ def test_rekls_tells_all_that_is_wrong_at_once() -> None:
         table = weft.ShardedEmbedding(7, 2, group=axis).weight
         group = {"params": [*params, table], "partition_dim": 0}
         try:
-            weft.REKLS([group], lr=-1.0, betas=(2.0, 0.9), variant="fast", data_group=axis)
+            optim.REKLS([group], lr=-1.0, betas=(2.0, 0.9), variant="fast", data_group=axis)
         except ValueError as error:
             return str(error).replace("(rank 0)", "").replace("(rank 1)", "")
         return ""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import weft
-from weft.bench.rekls_tasks import BATCH, CONTEXT, ByteModel
+from weft import optim
+from weft.bench.matrix.rekls_tasks import BATCH, CONTEXT, ByteModel
 
 Draw = Callable[[torch.Generator], Tensor]
 
@@ -45,7 +45,7 @@ def change_over_movement(source: Draw, dtype: torch.dtype, changed: float = 1e-6
         make, noise = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
         start = torch.zeros(source(torch.Generator().manual_seed(0)).shape, dtype=dtype)
         parameter = torch.nn.Parameter(start.clone())
-        optimizer = weft.REKLS([parameter], lr=0.01, weight_decay=0.0, **options)
+        optimizer = optim.REKLS([parameter], lr=0.01, weight_decay=0.0, **options)
         for _ in range(steps):
             grad = source(make)
             grad = grad + factor * grad.square().mean().sqrt() * normal(noise, *grad.shape)
@@ -73,7 +73,7 @@ def test_stable_does_not_see_the_scale_of_gradients(scale: float) -> None:
     for factor in (1.0, scale):
         make = torch.Generator().manual_seed(1)
         parameter = torch.nn.Parameter(torch.zeros(12, 20))
-        optimizer = weft.REKLS([parameter], lr=0.01, weight_decay=0.0, variant="stable")
+        optimizer = optim.REKLS([parameter], lr=0.01, weight_decay=0.0, variant="stable")
         for _ in range(10):
             parameter.grad = normal(make, 12, 20).float() * factor
             optimizer.step()
@@ -89,7 +89,7 @@ def losses_in_parts(variant: str, rate: float, parts: int, steps: int) -> list[f
     matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if all(weight is not one for one in matrices)]
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw", "lr": 0.003}]
-    optimizer = weft.REKLS(groups, lr=rate, variant=variant)
+    optimizer = optim.REKLS(groups, lr=rate, variant=variant)
     text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8).long()
     make, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):

@@ -14,20 +14,21 @@ from torch.optim import lr_scheduler as schedulers
 from worlds import virtual_world
 
 import weft
-import weft.optim.sharded_adamw
+import weft.optim.slices.adamw
+from weft import optim
 from weft.errors import NcclRuleError
-from weft.optim.rekls import stable
-from weft.optim.row_update import RowUpdate
+from weft.optim.matrix import stable
+from weft.optim.rows.update import RowUpdate
 
 pytestmark = pytest.mark.usefixtures("network")
 
 
-def now(model: Mixed, step: weft.OverlappedStep) -> list[Tensor]:
+def now(model: Mixed, step: optim.OverlappedStep) -> list[Tensor]:
     kept = [value.clone() for part in step.parts.values() for s in part.state.values() for value in s.values()]
     return [*weights_in_memory(model), *kept]
 
 
-def rates(step: weft.OverlappedStep) -> list[float]:
+def rates(step: optim.OverlappedStep) -> list[float]:
     return [group["lr"] for part in step.parts.values() for group in part.param_groups]
 
 
@@ -50,10 +51,10 @@ class Trouble:
 
 
 PLACES = [
-    (weft.optim.sharded_adamw, "adamw", "ShardedAdamW", "the work on parameter"),
+    (weft.optim.slices.adamw, "adamw", "ShardedAdamW", "the work on parameter"),
     (stable, "advance", "REKLS", "the work on parameter"),
     (RowUpdate, "work", "RowAdam", "the work of RowAdam"),
-    (weft.ShardedAdamW, "squared_norm", "ShardedAdamW", "the work of ShardedAdamW"),
+    (optim.ShardedAdamW, "squared_norm", "ShardedAdamW", "the work of ShardedAdamW"),
     (RowUpdate, "copy_rows", "RowAdam", "the work of RowAdam"),
 ]
 
@@ -111,8 +112,8 @@ def test_work_of_a_part_alone_that_raises(monkeypatch: pytest.MonkeyPatch, kind:
         models = [nn.ParameterList(torch.ones(4, 5) for _ in range(2)) for _ in range(2)]
         alone = axis.subset([axis.rank])
         both = [
-            weft.ShardedAdamW(model.parameters(), group=axis) if kind == "ShardedAdamW"
-            else weft.REKLS(model.parameters(), lr=0.1, variant="stable", group=alone, data_group=axis)
+            optim.ShardedAdamW(model.parameters(), group=axis) if kind == "ShardedAdamW"
+            else optim.REKLS(model.parameters(), lr=0.1, variant="stable", group=alone, data_group=axis)
             for model in models
         ]  # fmt: skip
         for model in models:
@@ -136,14 +137,14 @@ def test_work_of_a_part_alone_that_raises(monkeypatch: pytest.MonkeyPatch, kind:
 
 def test_an_interrupt_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = nn.Parameter(torch.ones(3))
-    optimizer = weft.ShardedAdamW([parameter])
+    optimizer = optim.ShardedAdamW([parameter])
     parameter.grad = torch.ones(3)
 
     def interrupted(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(weft.optim.sharded_adamw, "adamw", interrupted)
+        patch.setattr(weft.optim.slices.adamw, "adamw", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert torch.equal(parameter, torch.ones(3))
@@ -232,7 +233,10 @@ def test_a_load_is_all_or_nothing(damage: Callable[[dict], None], where: str) ->
 def test_a_part_alone_that_one_rank_cannot_load() -> None:
     def program(axis: weft.Axis) -> tuple[str, str]:
         parameter, words = nn.Parameter(torch.ones(4, 4)), []
-        for optimizer in (weft.ShardedAdamW([parameter], group=axis), weft.REKLS([parameter], lr=0.1, group=axis)):
+        for optimizer in (
+            optim.ShardedAdamW([parameter], group=axis),
+            optim.REKLS([parameter], lr=0.1, group=axis),
+        ):
             saved = optimizer.state_dict()
             if axis.rank == 1:
                 saved["state"][0]["exp_avg"] = torch.ones(3)
@@ -262,9 +266,9 @@ def test_a_backward_that_fails_on_one_rank_is_given_up(at: str, network: str) ->
     def program(axis: weft.Axis, fails: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-        parts = [weft.ShardedAdamW(model[:2].parameters(), lr=0.1, group=axis, bucket_bytes=20),
-                 weft.ShardedAdamW(model[2:].parameters(), lr=0.1, group=axis, bucket_bytes=20)]  # fmt: skip
-        step = weft.OverlappedStep(parts, overlap_backward=True)
+        parts = [optim.ShardedAdamW(model[:2].parameters(), lr=0.1, group=axis, bucket_bytes=20),
+                 optim.ShardedAdamW(model[2:].parameters(), lr=0.1, group=axis, bucket_bytes=20)]  # fmt: skip
+        step = optim.OverlappedStep(parts, overlap_backward=True)
 
         def raises(grad: Tensor) -> None:
             raise MemoryError("no")
@@ -345,7 +349,7 @@ def test_schedulers_of_torch_take_an_overlapped_step(name: str, network: str) ->
         return [p.detach() for p in parameters]
 
     found = train(
-        lambda ps: weft.OverlappedStep([weft.ShardedAdamW(ps[:1], lr=0.05), weft.ShardedAdamW(ps[1:], lr=0.05)])
+        lambda ps: optim.OverlappedStep([optim.ShardedAdamW(ps[:1], lr=0.05), optim.ShardedAdamW(ps[1:], lr=0.05)])
     )
     wanted = train(lambda ps: torch.optim.AdamW([{"params": ps[:1]}, {"params": ps[1:]}], lr=0.05))
     assert same(found, wanted)
@@ -361,8 +365,8 @@ def test_a_parameter_listed_twice_is_refused_on_all_ranks() -> None:
         return ""
 
     kinds = {
-        "ShardedAdamW": lambda ps, axis: weft.ShardedAdamW(ps, group=axis),
-        "REKLS": lambda ps, axis: weft.REKLS(ps, lr=0.1, group=axis),
+        "ShardedAdamW": lambda ps, axis: optim.ShardedAdamW(ps, group=axis),
+        "REKLS": lambda ps, axis: optim.REKLS(ps, lr=0.1, group=axis),
     }
     for name, kind in kinds.items():
         words = f"{name}: parameter 2 of a group is parameter 0 again; list each once (rank 1)"

@@ -22,6 +22,7 @@ from torch import Tensor
 from worlds import every, virtual_world
 
 import weft
+from weft import optim
 
 pytestmark = pytest.mark.usefixtures("network")
 UNITS = ("REKLS.0", "ShardedAdamW.0", "RowAdam.0", "RowAdam.1")
@@ -87,13 +88,13 @@ def test_data_by_tensor_ranks() -> None:
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
         shards = [torch.nn.Parameter(torch.ones(3, 8) * (1 + n)) for n in range(5)]
         vectors = [torch.nn.Parameter(torch.ones(7))]
-        parts: list[weft.StepPart] = [
-            weft.REKLS(
+        parts: list[optim.StepPart] = [
+            optim.REKLS(
                 [{"params": shards, "partition_dim": 0}], lr=0.1, variant="stable", group=tensor, data_group=data
             ),
-            weft.ShardedAdamW(vectors, lr=0.1, group=data),
+            optim.ShardedAdamW(vectors, lr=0.1, group=data),
         ]
-        steps = [weft.OverlappedStep(parts, work_order=["ShardedAdamW"], bucket_bytes=100)] if joined else parts
+        steps = [optim.OverlappedStep(parts, work_order=["ShardedAdamW"], bucket_bytes=100)] if joined else parts
         if not joined:
             parts[0].cut(100)
             parts[1].cut(100)
@@ -171,8 +172,11 @@ def test_the_norm_over_two_axes() -> None:
         groups = [{"params": [p], "partition_dim": dim} for p, (_, dim) in zip(parameters, given, strict=True)]
         vector = torch.nn.Parameter(torch.zeros(6).double())
         vector.grad = apart.clone()
-        step = weft.OverlappedStep(
-            [weft.REKLS(groups, lr=0.1, group=tensor, data_group=data), weft.ShardedAdamW([vector], group=data)],
+        step = optim.OverlappedStep(
+            [
+                optim.REKLS(groups, lr=0.1, group=tensor, data_group=data),
+                optim.ShardedAdamW([vector], group=data),
+            ],
             clip=1.0,
         )
         step.step()
@@ -189,7 +193,7 @@ def test_the_norm_of_tables_on_different_axes() -> None:
         row, column = divmod(axis.rank, 2)
         across, along = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
         tables = [weft.ShardedEmbedding(6, 3, group=one, dtype=torch.float64) for one in (across, along)]
-        step = weft.OverlappedStep([weft.RowAdam([table.weight for table in tables], lr=0.1)], clip=1.0)
+        step = optim.OverlappedStep([optim.RowAdam([table.weight for table in tables], lr=0.1)], clip=1.0)
         for weight, table in enumerate(tables, 1):
             (table(torch.arange(6)) * weight).sum().backward()
         step.step()
@@ -212,11 +216,11 @@ def test_the_norm_over_axes_that_share_ranks(first: str) -> None:
         matrix.grad, vector.grad = whole[2 * column : 2 * column + 2].clone(), apart.clone()
         table = weft.ShardedEmbedding(6, 3, group=axis, dtype=torch.float64)
         parts = {
-            "vectors": weft.ShardedAdamW([vector], group=data),
-            "table": weft.RowAdam([table.weight], lr=0.1),
-            "matrices": weft.REKLS([{"params": [matrix], "partition_dim": 0}], lr=0.1, group=tensor, data_group=data),
+            "vectors": optim.ShardedAdamW([vector], group=data),
+            "table": optim.RowAdam([table.weight], lr=0.1),
+            "matrices": optim.REKLS([{"params": [matrix], "partition_dim": 0}], lr=0.1, group=tensor, data_group=data),
         }
-        step = weft.OverlappedStep([parts.pop(first), *parts.values()], clip=1.0)
+        step = optim.OverlappedStep([parts.pop(first), *parts.values()], clip=1.0)
         (table(torch.arange(6)) * 2).sum().backward()
         step.step()
         return step.norm
@@ -235,8 +239,8 @@ def test_the_norm_has_the_same_bits_everywhere() -> None:
         table = weft.ShardedEmbedding(6, 3, group=tensor, dtype=torch.float64)
         vector = torch.nn.Parameter(torch.zeros(7).double())
         vector.grad = torch.ones(7).double() * (1 + 1e-12 * column)
-        step = weft.OverlappedStep(
-            [weft.RowAdam([table.weight], lr=0.1), weft.ShardedAdamW([vector], group=data)], clip=1.0
+        step = optim.OverlappedStep(
+            [optim.RowAdam([table.weight], lr=0.1), optim.ShardedAdamW([vector], group=data)], clip=1.0
         )
         table(torch.arange(6)).sum().backward()
         step.step()
@@ -252,10 +256,10 @@ def test_parameters_that_come_and_go(early: bool) -> None:
     def program(axis: weft.Axis, joined: bool) -> list[Tensor]:
         torch.manual_seed(0)
         layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(4)])
-        parts = [weft.ShardedAdamW(layers[:2].parameters(), lr=0.1, group=axis, bucket_bytes=70),
-                 weft.REKLS(layers[2:].parameters(), lr=0.1, variant="stable", group=axis.subset([axis.rank]),
+        parts = [optim.ShardedAdamW(layers[:2].parameters(), lr=0.1, group=axis, bucket_bytes=70),
+                 optim.REKLS(layers[2:].parameters(), lr=0.1, variant="stable", group=axis.subset([axis.rank]),
                             data_group=axis)]  # fmt: skip
-        steps = [weft.OverlappedStep(parts, overlap_backward=early)] if joined else parts
+        steps = [optim.OverlappedStep(parts, overlap_backward=early)] if joined else parts
         for step, used in enumerate(([0, 1, 2, 3], [0, 2], [0, 2], [1, 3], [0, 1, 2, 3], [0, 1, 2, 3])):
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step + 100 * axis.rank))
             for index in used:
@@ -281,7 +285,7 @@ def test_a_table_that_is_not_used_in_every_step() -> None:
     def program(axis: weft.Axis, joined: bool) -> list[Tensor]:
         model = Mixed(axis)
         parts = parts_of(model, axis)
-        steps = [weft.OverlappedStep(parts, overlap_backward=True)] if joined else parts
+        steps = [optim.OverlappedStep(parts, overlap_backward=True)] if joined else parts
         for step, used in enumerate((False, True, True, False, True)):
             ids = ids_of(step, 0, axis.rank)
             rows = model.second(ids % 11) + (model.table(ids) if used else 0.0)
@@ -303,8 +307,8 @@ def test_gradients_leave_in_the_backward_in_one_order() -> None:
     def program(axis: weft.Axis, order: list[str]) -> tuple[list[tuple[int, int]], int]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width + 1) for width in (4, 5, 6)))
-        parts = [weft.ShardedAdamW(layer.parameters(), lr=0.1, group=axis) for layer in model]
-        step = weft.OverlappedStep(parts, overlap_backward=True, scatter_order=order)
+        parts = [optim.ShardedAdamW(layer.parameters(), lr=0.1, group=axis) for layer in model]
+        step = optim.OverlappedStep(parts, overlap_backward=True, scatter_order=order)
         seen: list[tuple[int, int]] = []  # layers whose gradients have come, messages that have left
         with weft.record() as ledger:
             for number, layer in enumerate(model):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from worlds import virtual_world
 
 import weft
+from weft import optim
 
 
 def linear_model() -> nn.Sequential:
@@ -22,10 +23,10 @@ def linear_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def of_model(model: nn.Module, **options: Any) -> weft.OverlappedStep:
+def of_model(model: nn.Module, **options: Any) -> optim.OverlappedStep:
     """ShardedAdamW in two parts."""
     first, last = model[0].parameters(), model[2].parameters()
-    return weft.OverlappedStep([weft.ShardedAdamW(first, lr=0.1), weft.ShardedAdamW(last, lr=0.05)], **options)
+    return optim.OverlappedStep([optim.ShardedAdamW(first, lr=0.1), optim.ShardedAdamW(last, lr=0.05)], **options)
 
 
 def plain_of(model: nn.Module) -> torch.optim.AdamW:
@@ -69,8 +70,8 @@ def test_a_rate_that_changes_between_the_backward_and_the_step() -> None:
     ends = []
     for early in (False, True):
         model = linear_model()
-        optimizer = weft.OverlappedStep(
-            [weft.REKLS(model.parameters(), lr=0.1, variant="stable")], overlap_backward=early
+        optimizer = optim.OverlappedStep(
+            [optim.REKLS(model.parameters(), lr=0.1, variant="stable")], overlap_backward=early
         )
         for step in range(3):
             loss_of(model, step).backward()
@@ -134,10 +135,10 @@ def test_groups_that_are_added() -> None:
         groups = [{"params": [model[0].bias]}, *([] if later else [last])]
         alone = axis.subset([axis.rank])
         parts = [
-            weft.REKLS([model[0].weight], lr=0.1, variant="stable", group=alone, data_group=axis),
-            weft.ShardedAdamW(groups, lr=0.1, group=axis),
+            optim.REKLS([model[0].weight], lr=0.1, variant="stable", group=alone, data_group=axis),
+            optim.ShardedAdamW(groups, lr=0.1, group=axis),
         ]
-        optimizer = weft.OverlappedStep(parts, overlap_backward=True)
+        optimizer = optim.OverlappedStep(parts, overlap_backward=True)
         if later:
             optimizer.add_param_group({**last, "part": "ShardedAdamW"})
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 2]
@@ -225,7 +226,7 @@ def test_saved_orders_of_other_buckets_are_left_out() -> None:
 
 REFUSED = [
     ({"parts": "none"}, ValueError, "there are no parts"),
-    ({"parts": "plain"}, TypeError, r"SGD is no weft\.StepPart; parts are weft\.ShardedAdamW, weft\.REKLS"),
+    ({"parts": "plain"}, TypeError, r"SGD is no weft\.optim\.StepPart; parts are weft\.optim\.ShardedAdamW, weft\.optim\.REKLS"),
     ({"parts": "clipping"}, ValueError, r"ShardedAdamW has clip= of its own, .* give clip= to OverlappedStep"),
     ({"work_order": ["RowAdams"]}, ValueError, r"work_order names 'RowAdams', no part or bucket of one; there are R"),
     ({"work_order": ["RowAdam.0", "RowAdam.0"]}, ValueError, "work_order names 'RowAdam.0' twice"),
@@ -241,13 +242,13 @@ def test_what_is_refused(options: dict, kind: type, words: str) -> None:
     axis = weft.Axis.of(None)
     model, weight = Mixed(axis), nn.Parameter(torch.ones(2))
     given = {
-        "none": [], "plain": [torch.optim.SGD([weight], lr=0.1)], "clipping": [weft.ShardedAdamW([weight], clip=1.0)],
+        "none": [], "plain": [torch.optim.SGD([weight], lr=0.1)], "clipping": [optim.ShardedAdamW([weight], clip=1.0)],
     }  # fmt: skip
     options = dict(options)
     parts = options.pop("parts", None)
     parts = parts_of(model, axis) if parts is None else given[parts]
     with pytest.raises(kind, match=words):
-        weft.OverlappedStep(parts, **options)
+        optim.OverlappedStep(parts, **options)
 
 
 def test_orders_that_name_parts_and_buckets() -> None:
@@ -270,7 +271,7 @@ def test_parts_that_differ_between_ranks_are_found() -> None:
     assert len(found) == 3 and all("OverlappedStep.step: the ranks disagree" in words for words in found)
 
 
-def sign_step() -> type[weft.StepPart]:
+def sign_step() -> type[optim.StepPart]:
     """The part of one's own in docs/overlapped_step.md."""
     page = (Path(__file__).parents[2] / "docs" / "overlapped_step.md").read_text()
     code = next(block for block in page.split("```python\n")[1:] if block.startswith("class SignStep"))
@@ -293,9 +294,9 @@ def test_a_part_of_ones_own(early: bool) -> None:
         model = linear_model()
         parts = [
             sign_step()(model[0].parameters(), 0.1, axis),
-            weft.ShardedAdamW(model[2].parameters(), lr=0.1, group=axis),
+            optim.ShardedAdamW(model[2].parameters(), lr=0.1, group=axis),
         ]
-        steps = [weft.OverlappedStep(parts, overlap_backward=early, clip=1e6)] if joined else parts
+        steps = [optim.OverlappedStep(parts, overlap_backward=early, clip=1e6)] if joined else parts
         words = ""
         for step in range(3):
             loss_of(model, step + 10 * axis.rank).backward()
@@ -322,7 +323,7 @@ def test_a_part_of_ones_own(early: bool) -> None:
 
 def test_explain_adds_up_to_the_ledger(tmp_path: Path) -> None:
     """What each part sent is what was sent; in virtual time waits and work make up the step; the trace has them."""
-    machine = weft.Machine(latency=1e-4, bandwidth=1e7, memory_bandwidth=1e8)
+    machine = weft.world.Machine(latency=1e-4, bandwidth=1e7, memory_bandwidth=1e8)
 
     def program(axis: weft.Axis) -> tuple[Any, int, str]:
         model = Mixed(axis)
@@ -337,10 +338,10 @@ def test_explain_adds_up_to_the_ledger(tmp_path: Path) -> None:
         if axis.rank == 0:
             told.save_trace(tmp_path / "step.json")
         pulls = sum(e.bytes_sent for e in ledger.events if e.operation in ("embedding", "embedding.pull"))
-        pulls += sum(e.bytes_sent for e in ledger.events if e.operation.startswith("embedding.tell"))
+        pulls += sum(e.bytes_sent for e in ledger.events if e.operation.startswith("embedding.metadata"))
         return told, ledger.bytes_sent - pulls, str(told)
 
-    for told, sent, text in weft.VirtualWorld(3, machine).run(program).results:
+    for told, sent, text in weft.world.VirtualWorld(3, machine).run(program).results:
         rows = {row.part: row for row in told.rows}
         assert list(rows) == ["RowAdam", "REKLS", "ShardedAdamW", "agreeing"]
         assert sum(row.bytes_sent for row in told.rows) == sent and rows["RowAdam"].bytes_sent > 0

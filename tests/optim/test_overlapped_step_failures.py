@@ -14,9 +14,10 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
+from weft import optim
 from weft.errors import NcclRuleError
-from weft.optim.rekls import stable
-from weft.optim.rekls.eigen import EigenError
+from weft.optim.matrix import stable
+from weft.optim.matrix.eigen import EigenError
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -35,7 +36,7 @@ class Run:
     def now(self) -> list[Tensor]:
         kept = [value.clone() for state in self.optimizer.state.values() for value in state.values()]
         parameters = weights_in_memory(self.model)
-        rows = [value.clone() for part in self.optimizer.parts.values() if isinstance(part, weft.RowAdam)
+        rows = [value.clone() for part in self.optimizer.parts.values() if isinstance(part, optim.RowAdam)
                 for one in part._rows.values() for value in (one.last, one.at_rest)]  # fmt: skip
         return [*parameters, *kept, *rows]
 
@@ -91,7 +92,7 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def good() -> list[Tensor]:
     """Three good steps."""
-    return weft.VirtualWorld(3).run(lambda axis: train_overlapped(axis, 3)).results[0]
+    return weft.world.VirtualWorld(3).run(lambda axis: train_overlapped(axis, 3)).results[0]
 
 
 def assert_untouched(program: Callable[[weft.Axis], tuple[str, bool, list[Tensor]]], words: str, good: list) -> None:
@@ -144,8 +145,8 @@ def test_a_gradient_that_one_rank_lacks_after_others_have_left() -> None:
     def program(axis: weft.Axis, lacks: bool) -> tuple[str, list[Tensor]]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-        parts = [weft.ShardedAdamW(layer.parameters(), lr=0.1, group=axis) for layer in model]
-        step, words = weft.OverlappedStep(parts, overlap_backward=True), ""
+        parts = [optim.ShardedAdamW(layer.parameters(), lr=0.1, group=axis) for layer in model]
+        step, words = optim.OverlappedStep(parts, overlap_backward=True), ""
         for turn in range(3):
             model[1].requires_grad_(not (lacks and turn == 1 and axis.rank == 0))
             x = torch.ones(2, 4) * (1 + axis.rank)
@@ -320,9 +321,9 @@ def test_a_fault_of_one_rank_reaches_a_mesh() -> None:
         row, column = divmod(axis.rank, 2)
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
         shard, vector = torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(7))
-        step = weft.OverlappedStep([
-            weft.REKLS([{"params": [shard], "partition_dim": 0}], lr=0.1, group=tensor, data_group=data),
-            weft.ShardedAdamW([vector], group=data),
+        step = optim.OverlappedStep([
+            optim.REKLS([{"params": [shard], "partition_dim": 0}], lr=0.1, group=tensor, data_group=data),
+            optim.ShardedAdamW([vector], group=data),
         ])  # fmt: skip
         shard.grad, vector.grad = torch.ones(3, 4), torch.ones(7)
         if axis.rank == 3:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import weft
-from weft.optim.orders import Orders
+from weft.optim.step.orders import Orders
 from weft.world.launch import ProcessWorld
 
 pytestmark = pytest.mark.processes
@@ -84,7 +84,9 @@ def tuned(axis: weft.Axis, early: bool) -> tuple[list[Tensor], Orders, list[floa
         backward(model, axis, step, 1)
         if step == 1:
             before = [value.clone() for state in optimizer.state.values() for value in state.values()]
-            tuning = optimizer.tune(weft.Machine(latency=1e-5, bandwidth=1e9), tries=12, measure=2, show=axis.rank == 1)
+            tuning = optimizer.tune(
+                weft.world.Machine(latency=1e-5, bandwidth=1e9), tries=12, measure=2, show=axis.rank == 1
+            )
             after = [value for state in optimizer.state.values() for value in state.values()]
             same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
         optimizer.step()

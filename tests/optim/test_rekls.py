@@ -10,9 +10,10 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.optim.rekls import plan
-from weft.optim.rekls.plan import VARIANTS
-from weft.optim.rekls.settings import DECAY_METHODS
+from weft import optim
+from weft.optim.matrix import plan
+from weft.optim.matrix.plan import VARIANTS
+from weft.optim.matrix.settings import DECAY_METHODS
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def test_alone_it_is_the_published_update(method: str, dtype: torch.dtype, shape
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(shape, dtype=dtype))
     wanted = Published(parameter.detach(), 0.01, method=method, decay=0.1)
-    optimizer = weft.REKLS([parameter], 0.01, weight_decay=0.1, weight_decay_method=method)
+    optimizer = optim.REKLS([parameter], 0.01, weight_decay=0.1, weight_decay_method=method)
     for _ in range(10):
         grad = torch.randn(shape, dtype=dtype)
         parameter.grad = grad.clone()

@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from worlds import use_rules, virtual_world
 
 import weft
-from weft.optim import rekls
+from weft import optim
+from weft.optim import matrix as rekls
+from weft.optim.matrix import eigen, plan
+from weft.optim.matrix.plan import VARIANTS
+from weft.optim.matrix.settings import DECAY_METHODS
 from weft.optim.owners import Owners
-from weft.optim.rekls import eigen, plan
-from weft.optim.rekls.plan import VARIANTS
-from weft.optim.rekls.settings import DECAY_METHODS
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -46,7 +47,7 @@ def test_vectors_are_stepped_by_adamw() -> None:
     wanted = [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((5,), (), (3, 4), (2, 3, 2))]
     found = [torch.nn.Parameter(one.detach().clone()) for one in wanted]
     theirs = torch.optim.AdamW(wanted, lr=0.05, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
-    ours = weft.REKLS(
+    ours = optim.REKLS(
         [{"params": found[:2]}, {"params": found[2:], "algorithm": "adamw"}],
         lr=0.05, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1,
     )  # fmt: skip
@@ -72,7 +73,7 @@ def test_a_group_of_its_own_for_everything() -> None:
         Published(parameters[2], 0.01, beta=0.7),
     ]  # fmt: skip
     groups = [{"params": [p], **own} for p, own in zip(parameters, options, strict=True)]
-    optimizer = weft.REKLS(groups[:2], lr=0.01)
+    optimizer = optim.REKLS(groups[:2], lr=0.01)
     optimizer.add_param_group(groups[2])
     for _ in range(5):
         for parameter, one in zip(parameters, wanted, strict=True):
@@ -88,10 +89,10 @@ def test_a_side_that_is_too_long_has_no_factor(variant: str) -> None:
     """As if its factor were the identity: with both sides too long the published update is plain Adam."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(4, 9, dtype=torch.float64))
-    optimizer = weft.REKLS([parameter], lr=0.01, variant=variant, max_factor_dim=6)
+    optimizer = optim.REKLS([parameter], lr=0.01, variant=variant, max_factor_dim=6)
     assert "L" in optimizer.state[parameter] and "R" not in optimizer.state[parameter]
     both = torch.nn.Parameter(parameter.detach().clone())
-    neither = weft.REKLS([both], lr=0.01, variant=variant, max_factor_dim=3)
+    neither = optim.REKLS([both], lr=0.01, variant=variant, max_factor_dim=3)
     adam = torch.nn.Parameter(parameter.detach().clone())
     theirs = torch.optim.AdamW([adam], lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for _ in range(5):
@@ -110,7 +111,7 @@ def test_more_dimensions_are_flattened_where_a_group_says_so() -> None:
     torch.manual_seed(0)
     kernel = torch.nn.Parameter(torch.randn(4, 2, 3))
     flat = Published(kernel.detach().view(4, 6), 0.01)
-    optimizer = weft.REKLS([{"params": [kernel], "flatten": True}], lr=0.01)
+    optimizer = optim.REKLS([{"params": [kernel], "flatten": True}], lr=0.01)
     for _ in range(4):
         kernel.grad = torch.randn_like(kernel)
         flat.step(kernel.grad.view(4, 6))
@@ -120,7 +121,7 @@ def test_more_dimensions_are_flattened_where_a_group_says_so() -> None:
 
 def test_names_schedulers_hooks_and_closures() -> None:
     model = model_of()
-    optimizer = weft.REKLS(model.named_parameters(), lr=torch.tensor(0.02), variant="stable")
+    optimizer = optim.REKLS(model.named_parameters(), lr=torch.tensor(0.02), variant="stable")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -146,7 +147,7 @@ def test_names_schedulers_hooks_and_closures() -> None:
 def test_rates_of_a_schedule_are_used() -> None:
     """A rate of zero moves nothing but counts the step."""
     model = model_of()
-    optimizer = weft.REKLS(model.parameters(), lr=0.0)
+    optimizer = optim.REKLS(model.parameters(), lr=0.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     after = train(model, optimizer, range(2))
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -158,12 +159,12 @@ def test_rates_of_a_schedule_are_used() -> None:
 def test_a_state_goes_round(variant: str, dtype: torch.dtype) -> None:
     """Through a file, into a fresh optimizer: the same bits, in fp32 for bf16 parameters."""
     model = model_of(dtype)
-    optimizer = weft.REKLS(model.parameters(), lr=0.02, variant=variant)
+    optimizer = optim.REKLS(model.parameters(), lr=0.02, variant=variant)
     train(model, optimizer, range(4))
     twin = copy.deepcopy(model)
     held = optimizer.state_dict()
     saved = pickle.loads(pickle.dumps(held))
-    fresh = weft.REKLS(twin.parameters(), lr=0.5, variant=variant)
+    fresh = optim.REKLS(twin.parameters(), lr=0.5, variant=variant)
     fresh.load_state_dict(saved)
     wide = torch.promote_types(dtype, torch.float32)
     for state in fresh.state.values():
@@ -177,7 +178,7 @@ def test_a_state_goes_round(variant: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_go_on_alike(how: str) -> None:
     model = model_of()
-    optimizer = weft.REKLS(model.parameters(), lr=0.02, on_nonfinite="skip")
+    optimizer = optim.REKLS(model.parameters(), lr=0.02, on_nonfinite="skip")
     train(model, optimizer, range(3))
     pair = (model, optimizer)
     twin, again = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
@@ -191,7 +192,7 @@ def test_copies_go_on_alike(how: str) -> None:
 def test_a_fresh_state_is_there_and_asking_for_it_changes_nothing() -> None:
     model = model_of()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = weft.REKLS(model.parameters(), lr=0.1, weight_decay=0.5, weight_decay_method="independent")
+    optimizer = optim.REKLS(model.parameters(), lr=0.1, weight_decay=0.5, weight_decay_method="independent")
     saved = get_optimizer_state_dict(model, optimizer)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
     assert float(saved["state"]["0.weight"]["step"]) == 0 and saved["state"]["0.weight"]["L"].shape == (7, 7)
@@ -203,7 +204,7 @@ def test_a_gradient_scaler() -> None:
     runs = []
     for scaled in (False, True):
         model = model_of()
-        optimizer = weft.REKLS(model.parameters(), lr=0.02)
+        optimizer = optim.REKLS(model.parameters(), lr=0.02)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
         for step in range(3):
             optimizer.zero_grad()
@@ -225,7 +226,7 @@ def test_a_gradient_scaler() -> None:
 
 def test_the_parts_of_a_step_come_in_order() -> None:
     model = model_of()
-    optimizer = weft.REKLS(model.parameters(), lr=0.02)
+    optimizer = optim.REKLS(model.parameters(), lr=0.02)
     loss_of(model).backward()
     for call, words in (
         (optimizer.work, r"work\(\) without a start"),
@@ -240,7 +241,7 @@ def test_the_parts_of_a_step_come_in_order() -> None:
     optimizer.work()
     optimizer.finish()
     twin = model_of()
-    wanted = train(twin, weft.REKLS(twin.parameters(), lr=0.02), range(1))
+    wanted = train(twin, optim.REKLS(twin.parameters(), lr=0.02), range(1))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), wanted, strict=True))
 
 
@@ -257,7 +258,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_options_that_are_refused(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        weft.REKLS([torch.nn.Parameter(torch.ones(2, 2))], **{"lr": 0.1, **options})
+        optim.REKLS([torch.nn.Parameter(torch.ones(2, 2))], **{"lr": 0.1, **options})
 
 
 PARAMETERS = [
@@ -273,7 +274,7 @@ PARAMETERS = [
 def test_parameters_that_are_refused(group: dict, kind: type, words: str) -> None:
     """And the optimizer is as before."""
     group = {**group, "params": [one.clone().requires_grad_() for one in group["params"]]}
-    optimizer = weft.REKLS([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    optimizer = optim.REKLS([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
     with pytest.raises(kind, match=words):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1 and len(optimizer.state) == 1
@@ -282,34 +283,34 @@ def test_parameters_that_are_refused(group: dict, kind: type, words: str) -> Non
 def test_shards_that_do_not_fit_are_refused_on_every_rank() -> None:
     def program(axis: weft.Axis) -> None:
         rows = torch.nn.Parameter(torch.ones(2, 3 + (axis.rank == 1)))
-        weft.REKLS([{"params": [rows], "partition_dim": 0}], lr=0.1, group=axis)
+        optim.REKLS([{"params": [rows], "partition_dim": 0}], lr=0.1, group=axis)
 
     shapes = "[2, 3] on rank 0; [2, 4] on rank 1; [2, 3] on rank 2"
     assert errors_of(program) == [f"REKLS: parameter 0 is cut along dimension 0 over 3 ranks, but is {shapes}"] * 3
 
     def other(axis: weft.Axis) -> None:
-        weft.REKLS([torch.nn.Parameter(torch.ones(2 + axis.rank, 3))], lr=0.1, group=axis)
+        optim.REKLS([torch.nn.Parameter(torch.ones(2 + axis.rank, 3))], lr=0.1, group=axis)
 
     assert len(errors_of(other)) == 3 and "must have one shape on all 3 ranks" in errors_of(other)[0]
 
     def one_rank(axis: weft.Axis) -> None:
-        weft.REKLS([torch.nn.Parameter(torch.ones(2, 3) if axis.rank else torch.ones(1, 2, 3))], lr=0.1, group=axis)
+        optim.REKLS([torch.nn.Parameter(torch.ones(2, 3) if axis.rank else torch.ones(1, 2, 3))], lr=0.1, group=axis)
 
     assert len(errors_of(one_rank)) == 3 and all("has 3 dimensions" in words for words in errors_of(one_rank))
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
     model = model_of()
-    optimizer = weft.REKLS(model.parameters(), lr=0.1)
+    optimizer = optim.REKLS(model.parameters(), lr=0.1)
     before = copy.deepcopy(optimizer.state_dict())
-    other = weft.REKLS(model.parameters(), lr=0.1, variant="stable").state_dict()
+    other = optim.REKLS(model.parameters(), lr=0.1, variant="stable").state_dict()
     with pytest.raises(ValueError, match="was it saved with another variant, algorithm or max_factor_dim"):
         optimizer.load_state_dict(other)
     wrong = copy.deepcopy(before)
     wrong["state"][0]["L"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"L of parameter 0 of group 0 is \[3, 3\] in the state, not \[7, 7\]"):
         optimizer.load_state_dict(wrong)
-    fewer = weft.REKLS(list(model.parameters())[:2], lr=0.1).state_dict()
+    fewer = optim.REKLS(list(model.parameters())[:2], lr=0.1).state_dict()
     with pytest.raises(ValueError, match="the state has 2 parameters, this optimizer 6"):
         optimizer.load_state_dict(fewer)
     for number, state in optimizer.state_dict()["state"].items():
@@ -326,7 +327,7 @@ def test_a_state_on_virtual_ranks_is_whole_and_loads_anywhere() -> None:
         saved, optimizer = None, None
         for step in range(10):
             if step in (0, 5):
-                optimizer = weft.REKLS(groups_of(parameters), lr=0.01, group=axis)
+                optimizer = optim.REKLS(groups_of(parameters), lr=0.01, group=axis)
                 if saved is not None:
                     optimizer.load_state_dict(saved)
             for parameter, kind, grad in zip(parameters, KINDS, gradients(step), strict=True):
@@ -347,7 +348,7 @@ def test_a_state_on_virtual_ranks_is_whole_and_loads_anywhere() -> None:
 def test_over_several_ranks_it_is_not_pickled_but_copied() -> None:
     def program(axis: weft.Axis) -> bool:
         parameter = torch.nn.Parameter(torch.ones(4, 3))
-        optimizer = weft.REKLS([parameter], lr=0.1, group=axis)
+        optimizer = optim.REKLS([parameter], lr=0.1, group=axis)
         with pytest.raises(TypeError, match=r"cannot be pickled, process groups cannot; save its state_dict\(\)"):
             pickle.dumps(optimizer)
         twin = copy.deepcopy(optimizer)
@@ -363,7 +364,7 @@ def test_over_several_ranks_it_is_not_pickled_but_copied() -> None:
 def many(axis: weft.Axis, count: int, **options) -> list[weft.comm.ledger.Event]:
     """The exchanges of one step of ``count`` matrices."""
     parameters = [torch.nn.Parameter(torch.ones(6, 8)) for _ in range(count)]
-    optimizer = weft.REKLS([{"params": parameters, "partition_dim": 0}], lr=0.1, group=axis, **options)
+    optimizer = optim.REKLS([{"params": parameters, "partition_dim": 0}], lr=0.1, group=axis, **options)
     for parameter in parameters:
         parameter.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(axis.rank))
     with weft.record() as ledger:
@@ -378,13 +379,13 @@ def test_a_fixed_number_of_exchanges_for_any_number_of_matrices(monkeypatch: pyt
         counts = []
         for matrices in (4 * size, 20 * size):
             events = virtual_world(size).run(lambda axis, matrices=matrices: many(axis, matrices)).results[1]
-            data = [event for event in events if not event.operation.endswith(".tell")]
+            data = [event for event in events if not event.operation.endswith(".metadata")]
             assert sum(event.bytes_sent for event in data) == 2 * 4 * matrices * 48 * (size - 1) // size
             counts.append((len(data), len(events)))
         assert counts[0] == counts[1] == (2 * plan.WAVES, 2 * plan.WAVES + 2)
     monkeypatch.setattr(plan, "WAVE_BYTES", 1 << 20)  # few bytes: one wave
     events = virtual_world(2).run(lambda axis: many(axis, 8)).results[1]
-    assert len([event for event in events if not event.operation.endswith(".tell")]) == 2
+    assert len([event for event in events if not event.operation.endswith(".metadata")]) == 2
 
 
 def test_owners_share_the_work() -> None:
@@ -395,7 +396,7 @@ def test_owners_share_the_work() -> None:
     def program(axis: weft.Axis) -> tuple[float, int]:
         sizes = [(4 * h, h) for h in (8, 8, 8, 8)] + [(3 * h, h) for h in (8, 8)] + [(8, 8)] * 6
         parameters = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
-        optimizer = weft.REKLS(parameters, lr=0.1, group=axis)
+        optimizer = optim.REKLS(parameters, lr=0.1, group=axis)
         used = optimizer._plans[parameters[0]].owners
         return used.busiest, sum("L" in state for state in optimizer.state.values())
 
@@ -416,7 +417,7 @@ def test_one_decomposition_for_each_factor_in_the_whole_world(monkeypatch: pytes
     def program(axis: weft.Axis) -> None:
         row, column = divmod(axis.rank, 2)
         parameters = [torch.nn.Parameter(torch.ones(3, 8)) for _ in range(5)]
-        optimizer = weft.REKLS(
+        optimizer = optim.REKLS(
             [{"params": parameters, "partition_dim": 0}], lr=0.1,
             group=axis.subset([2 * row, 2 * row + 1]), data_group=axis.subset([column, 2 + column]),
         )  # fmt: skip
@@ -431,20 +432,20 @@ def test_one_decomposition_for_each_factor_in_the_whole_world(monkeypatch: pytes
 
 def test_pieces_travel_while_others_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """In virtual time: four waves hide most of what one leaves open."""
-    machine = weft.Machine(latency=1e-5, bandwidth=1e8, flops=2e9)
+    machine = weft.world.Machine(latency=1e-5, bandwidth=1e8, flops=2e9)
     monkeypatch.setattr(plan, "WAVE_BYTES", 1 << 12)
 
     def program(axis: weft.Axis) -> None:
         parameters = [torch.nn.Parameter(torch.ones(32, 64)) for _ in range(16)]
-        optimizer = weft.REKLS([{"params": parameters, "partition_dim": 0}], lr=0.1, group=axis)
+        optimizer = optim.REKLS([{"params": parameters, "partition_dim": 0}], lr=0.1, group=axis)
         for parameter in parameters:
             parameter.grad = torch.randn(32, 64, generator=torch.Generator().manual_seed(axis.rank))
         optimizer.step()
 
-    def elapsed(chosen: weft.Machine) -> float:
-        return weft.VirtualWorld(2, chosen).run(program).elapsed
+    def elapsed(chosen: weft.world.Machine) -> float:
+        return weft.world.VirtualWorld(2, chosen).run(program).elapsed
 
-    work = elapsed(weft.Machine(latency=0.0, bandwidth=float("inf"), flops=2e9))
+    work = elapsed(weft.world.Machine(latency=0.0, bandwidth=float("inf"), flops=2e9))
     waves = elapsed(machine) - work
     monkeypatch.setattr(plan, "WAVES", 1)
     at_once = elapsed(machine) - work
@@ -454,7 +455,7 @@ def test_pieces_travel_while_others_are_worked_on(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("method", DECAY_METHODS)
 def test_a_parameter_without_movement_only_decays(method: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
-    optimizer = weft.REKLS([parameter], lr=0.1, weight_decay=0.5, weight_decay_method=method, variant="stable")
+    optimizer = optim.REKLS([parameter], lr=0.1, weight_decay=0.5, weight_decay_method=method, variant="stable")
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     left = {"decoupled": 0.95, "independent": 0.5, "palm": 0.995, "l2": 1.0}[method]

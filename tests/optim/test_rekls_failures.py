@@ -12,8 +12,9 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.optim.rekls import eigen, plan
-from weft.optim.rekls.plan import VARIANTS
+from weft import optim
+from weft.optim.matrix import eigen, plan
+from weft.optim.matrix.plan import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -33,7 +34,7 @@ class Run:
             torch.nn.Parameter(part_of(weight, kind, axis.rank, axis.size, True))
             for weight, kind in zip(weights(), KINDS, strict=True)
         ]
-        self.optimizer = weft.REKLS(groups_of(self.parameters), lr=0.01, group=axis, **options)
+        self.optimizer = optim.REKLS(groups_of(self.parameters), lr=0.01, group=axis, **options)
         for step in range(2):
             self.give(step)
             self.optimizer.step()
@@ -129,7 +130,7 @@ def test_a_fault_of_one_rank_reaches_all_of_a_mesh() -> None:
     def program(axis: weft.Axis) -> tuple[str, Tensor]:
         row, column = divmod(axis.rank, 2)
         weight = torch.nn.Parameter(torch.ones(2, 3))
-        optimizer = weft.REKLS(
+        optimizer = optim.REKLS(
             [{"params": [weight], "partition_dim": 0}], lr=0.1, variant="stable",
             group=axis.subset([2 * row, 2 * row + 1]), data_group=axis.subset([column, 2 + column]),
         )  # fmt: skip
@@ -265,7 +266,7 @@ def test_gradients_that_unscaling_makes_infinite() -> None:
 def test_a_sum_that_overflows_has_a_mean() -> None:
     def program(axis: weft.Axis) -> Tensor:
         weight = torch.nn.Parameter(torch.ones(2, 3))
-        optimizer = weft.REKLS([weight], lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
+        optimizer = optim.REKLS([weight], lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
         weight.grad = torch.full((2, 3), 3e38)
         optimizer.step()
         return weight.detach()
@@ -280,7 +281,7 @@ def test_a_sum_that_overflows_has_a_mean() -> None:
 def test_gradients_of_any_size_leave_finite_weights(variant: str, dtype: torch.dtype, size: float) -> None:
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((6, 9), (5,), (3, 1))]
-    optimizer = weft.REKLS(parameters, lr=0.01, variant=variant)
+    optimizer = optim.REKLS(parameters, lr=0.01, variant=variant)
     for step in range(6):
         for parameter in parameters:
             parameter.grad = (torch.rand(parameter.shape) - 0.5).to(dtype) * (size if step % 3 else 1.0)

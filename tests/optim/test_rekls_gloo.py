@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.optim.rekls.plan import VARIANTS
+from weft import optim
+from weft.optim.matrix.plan import VARIANTS
 from weft.world.launch import ProcessWorld
 
 
@@ -110,7 +111,7 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 def train_layers(axis: weft.Axis, kind: str) -> tuple[list[Tensor], set[str], int]:
     model = cut_layers(kind)
-    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    optimizer = optim.REKLS(model.parameters(), lr=0.01)
     for step in range(10):
         gradients_of(model, step)
         optimizer.step()
@@ -123,7 +124,7 @@ def train_layers(axis: weft.Axis, kind: str) -> tuple[list[Tensor], set[str], in
 @pytest.mark.parametrize("kind", MESHES)
 def test_dtensors_of_every_placement(four: ProcessWorld, kind: str) -> None:
     model = Layers()
-    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    optimizer = optim.REKLS(model.parameters(), lr=0.01)
     for step in range(10):
         gradients_of(model, step)
         optimizer.step()
@@ -141,7 +142,7 @@ def train_for_real(axis: weft.Axis, kind: str) -> list[Tensor]:
     wrapped = DistributedDataParallel(model) if kind == "ddp" else model
     data = axis if kind == "data group" else None
     group = axis.subset([axis.rank]) if kind == "data group" else None
-    optimizer = weft.REKLS(model.parameters(), lr=0.01, variant="stable", group=group, data_group=data)
+    optimizer = optim.REKLS(model.parameters(), lr=0.01, variant="stable", group=group, data_group=data)
     for step in range(5):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         mine = x if kind in ("tensor", "alone") else x.tensor_split(axis.size)[axis.rank]
@@ -166,13 +167,13 @@ def sums_to_be_made(axis: weft.Axis) -> tuple[Tensor, Tensor]:
     """A replicated parameter whose gradient torch leaves as a sum over the mesh (sequence-parallel norms do that)."""
     mesh = init_device_mesh("cpu", (axis.size,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh, [Replicate()]))
-    optimizer = weft.REKLS([parameter], lr=0.1, variant="stable")
+    optimizer = optim.REKLS([parameter], lr=0.1, variant="stable")
     parts = torch.randn(axis.size, 3, 5, generator=torch.Generator().manual_seed(0))
     parameter.grad = DTensor.from_local(parts[axis.rank], mesh, [Partial()])
     optimizer.step()
     alone = nn.Parameter(torch.ones(3, 5))
     alone.grad = parts.sum(0)
-    weft.REKLS([alone], lr=0.1, variant="stable", group=axis.subset([axis.rank])).step()
+    optim.REKLS([alone], lr=0.1, variant="stable", group=axis.subset([axis.rank])).step()
     return parameter.to_local().detach(), alone.detach()
 
 
@@ -208,7 +209,9 @@ def over_mesh(axis: weft.Axis, mesh: str) -> tuple[weft.Axis, weft.Axis | None]:
 def save_parts(axis: weft.Axis, folder: str, variant: str, mesh: str) -> None:
     tensor, data = over_mesh(axis, mesh)
     model = parts_of(weights(), tensor)
-    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.01, variant=variant, group=tensor, data_group=data)
+    optimizer = optim.REKLS(
+        groups_of(list(model.parameters())), lr=0.01, variant=variant, group=tensor, data_group=data
+    )
     steps_on(model, optimizer, tensor.rank, tensor.size, range(5))
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
 
@@ -218,7 +221,7 @@ def go_on_with_parts(
 ) -> list[Tensor]:
     axis, data = over_mesh(axis, mesh)
     model = parts_of(start, axis)
-    optimizer = weft.REKLS(groups_of(list(model.parameters())), lr=0.5, variant=variant, group=axis, data_group=data)
+    optimizer = optim.REKLS(groups_of(list(model.parameters())), lr=0.5, variant=variant, group=axis, data_group=data)
     content = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(content, checkpoint_id=folder, no_dist=alone)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
@@ -246,7 +249,7 @@ def test_a_checkpoint_of_four_goes_on_at_any_size(
 
 def save_layers(axis: weft.Axis, kind: str, folder: str) -> None:
     model = cut_layers(kind)
-    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    optimizer = optim.REKLS(model.parameters(), lr=0.01)
     for step in range(5):
         gradients_of(model, step)
         optimizer.step()
@@ -258,7 +261,7 @@ def go_on_with_layers(axis: weft.Axis, kind: str, folder: str) -> list[Tensor]:
     model = Layers() if kind == "alone" else cut_layers(kind)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    optimizer = weft.REKLS(model.parameters(), lr=0.5)
+    optimizer = optim.REKLS(model.parameters(), lr=0.5)
     content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(content, checkpoint_id=folder, no_dist=kind == "alone")
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
@@ -274,7 +277,7 @@ def test_a_checkpoint_of_dtensors_goes_on_at_any_size(
     four: ProcessWorld, two: ProcessWorld, tmp_path: Path, saved: str, resumed: str
 ) -> None:
     model = Layers()
-    optimizer = weft.REKLS(model.parameters(), lr=0.01)
+    optimizer = optim.REKLS(model.parameters(), lr=0.01)
     for step in range(10):
         gradients_of(model, step)
         optimizer.step()

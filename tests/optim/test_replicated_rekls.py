@@ -1,4 +1,4 @@
-"""The replicated tensor-parallel algorithm, the reference of the benchmark: the bits of `weft.REKLS` on every rank."""
+"""The replicated tensor-parallel algorithm, the reference of the benchmark: the bits of `REKLS` on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.bench.replicated_rekls import ReplicatedREKLS, split_rows
+from weft.bench.matrix.replicated_rekls import ReplicatedREKLS, split_rows
 
 pytestmark = pytest.mark.usefixtures("network")
 KINDS = (Kind((7, 5), 0), Kind((6, 10), 1), Kind((8, 8), None), Kind((1, 4), 1), Kind((12, 3), 0))

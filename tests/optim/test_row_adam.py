@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from worlds import virtual_world
 
 import weft
-from weft.optim import row_adam as module
-from weft.optim.row_costs import RowCosts
-from weft.optim.row_steps import AdamStep, Shard, step_dense, step_rows
-from weft.optim.skipped_steps import StepHistory
+from weft import optim
+from weft.optim.rows import adam as module
+from weft.optim.rows.costs import RowCosts
+from weft.optim.rows.skipped_steps import StepHistory
+from weft.optim.rows.steps import AdamStep, Shard, step_dense, step_rows
 
 
 def table_of(rows: int = 9, width: int = 3, **options) -> weft.ShardedEmbedding:
@@ -47,7 +48,7 @@ def test_lazy_is_its_definition(decay: float) -> None:
     batches = [[1, 2, 2], [3], [1, 8], [], [2, 3, 1], [8]] * 3
     table = table_of()
     wanted = lazy_by_definition(table.weight.detach().clone(), batches, 0.05, decay)
-    optimizer = weft.RowAdam(table.parameters(), lr=0.05, weight_decay=decay, mode="lazy")
+    optimizer = optim.RowAdam(table.parameters(), lr=0.05, weight_decay=decay, mode="lazy")
     for step, ids in enumerate(batches):
         backward(table, ids, step)
         optimizer.step()
@@ -63,7 +64,7 @@ def test_a_second_beta_of_nothing_is_that_of_torch(betas: tuple[float, float]) -
     def program(axis: weft.Axis) -> float:
         table, dense = table_of(group=axis), table_of(group=axis.subset([axis.rank]))
         whole = dense.weight.detach().clone().requires_grad_()
-        optimizer = weft.RowAdam(table.parameters(), lr=0.01, betas=betas, eps=0.1)
+        optimizer = optim.RowAdam(table.parameters(), lr=0.01, betas=betas, eps=0.1)
         adam = torch.optim.Adam([whole], lr=0.01, betas=betas, eps=0.1)
         for step, ids in enumerate(batches):
             backward(table, ids, step)
@@ -108,7 +109,7 @@ def test_auto_says_what_it_picked(dense: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module.RowCosts, "measure", staticmethod(lambda shard: costs))
     tables = [table_of(), table_of()]
     for table, mode in zip(tables, ("exact", "auto"), strict=True):
-        optimizer = weft.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode=mode)
+        optimizer = optim.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode=mode)
         with weft.record() as ledger:
             for step, ids in enumerate([[0, 1, 2, 3, 5, 6, 7, 8], [4], [0, 1, 2, 3, 4, 5, 6, 7, 8]]):
                 backward(table, ids, step)
@@ -165,7 +166,7 @@ def test_a_row_left_alone_for_long_comes_to_rest() -> None:
     table = table_of()
     plain = nn.Embedding(9, 3, dtype=torch.float64)
     plain.load_state_dict({"weight": table.weight.detach()})
-    optimizer = weft.RowAdam(table.parameters(), lr=0.01)
+    optimizer = optim.RowAdam(table.parameters(), lr=0.01)
     dense = torch.optim.Adam(plain.parameters(), lr=0.01)
     horizon = StepHistory(0, (0.9, 0.999), 1e-8, torch.float64).horizon
     for step in range(horizon + 40):
@@ -197,7 +198,7 @@ def test_groups_closures_schedulers_and_changed_settings() -> None:
     def groups(first: nn.Module, second: nn.Module) -> list[dict]:
         return [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "weight_decay": 0.2}]
 
-    rows = weft.RowAdam(groups(one, two), lr=0.03)
+    rows = optim.RowAdam(groups(one, two), lr=0.03)
     dense = torch.optim.AdamW(groups(*plain), lr=0.03, weight_decay=0.0)
     for optimizer, (first, second) in ((rows, (one, two)), (dense, plain)):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
@@ -220,10 +221,10 @@ def test_groups_closures_schedulers_and_changed_settings() -> None:
 def test_state_dict_round_trips_between_sizes_and_torch(mode: str) -> None:
     """Saved by 3 virtual ranks after 6 steps; 6 more on 2 ranks, in one process and with torch's AdamW."""
 
-    def begin(axis: weft.Axis, saved: tuple[dict, dict] | None) -> tuple[weft.ShardedEmbedding, weft.RowAdam]:
+    def begin(axis: weft.Axis, saved: tuple[dict, dict] | None) -> tuple[weft.ShardedEmbedding, optim.RowAdam]:
         torch.manual_seed(0)
         table = weft.ShardedEmbedding(9, 3, dtype=torch.float64, group=axis)
-        optimizer = weft.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode=mode)
+        optimizer = optim.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode=mode)
         if saved is not None:
             table.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
@@ -264,7 +265,7 @@ def test_loading_one_of_both_in_the_middle(what: str) -> None:
     plain = nn.Embedding(9, 3, dtype=torch.float64)
     plain.load_state_dict({"weight": table.weight.detach()})
     pairs = [
-        (table, weft.RowAdam(table.parameters(), lr=0.05)),
+        (table, optim.RowAdam(table.parameters(), lr=0.05)),
         (plain, torch.optim.Adam(plain.parameters(), lr=0.05)),
     ]
     for either, optimizer in pairs:
@@ -285,7 +286,7 @@ def test_loading_one_of_both_in_the_middle(what: str) -> None:
 @pytest.mark.parametrize("kind", ["rows", "slices"])
 def test_a_state_is_loaded_twice(kind: str) -> None:
     table, vector = table_of(), nn.Parameter(torch.ones(3))
-    optimizer = weft.RowAdam(table.parameters(), lr=0.05) if kind == "rows" else weft.ShardedAdamW([vector], lr=0.05)
+    optimizer = optim.RowAdam(table.parameters(), lr=0.05) if kind == "rows" else optim.ShardedAdamW([vector], lr=0.05)
     backward(table, [1, 2], 0)
     vector.grad = torch.ones(3)
     optimizer.step()
@@ -301,12 +302,12 @@ def test_a_state_is_loaded_twice(kind: str) -> None:
 def test_bf16_tables_have_fp32_moments_that_survive_loading() -> None:
     torch.manual_seed(0)
     table = weft.ShardedEmbedding(9, 3, dtype=torch.bfloat16)
-    optimizer = weft.RowAdam(table.parameters(), lr=0.05)
+    optimizer = optim.RowAdam(table.parameters(), lr=0.05)
     for step in range(3):
         backward(table, [1, 2, 1], step)
         optimizer.step()
         optimizer.zero_grad()
-    other = weft.RowAdam(table.parameters(), lr=0.05)
+    other = optim.RowAdam(table.parameters(), lr=0.05)
     other.load_state_dict(optimizer.state_dict())
     for name in ("exp_avg", "exp_avg_sq"):
         mine, theirs = (each.state[table.weight][name] for each in (optimizer, other))
@@ -322,12 +323,12 @@ def test_what_cannot_be_right_is_refused() -> None:
         ("lr \\* weight_decay must be below 1, got 2.0 \\* 0.5", {"lr": 2.0, "weight_decay": 0.5}),
     ):
         with pytest.raises(ValueError, match=words):
-            weft.RowAdam(table.parameters(), **options)
+            optim.RowAdam(table.parameters(), **options)
     with pytest.raises(TypeError, match=r"shape \[3, 2\] is not the weight of a weft.ShardedEmbedding"):
-        weft.RowAdam([nn.Parameter(torch.ones(3, 2))])
-    optimizer = weft.RowAdam(table.parameters())
+        optim.RowAdam([nn.Parameter(torch.ones(3, 2))])
+    optimizer = optim.RowAdam(table.parameters())
     with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is \[4, 3\] in the state, but the table is \[9, 3\]"):
-        optimizer.load_state_dict(weft.RowAdam(table_of(rows=4).parameters()).state_dict())
+        optimizer.load_state_dict(optim.RowAdam(table_of(rows=4).parameters()).state_dict())
     other = table_of()
     optimizer.add_param_group({"params": other.parameters()})
     before = table.weight.detach().clone()
@@ -340,14 +341,14 @@ def test_what_cannot_be_right_is_refused() -> None:
 
 def test_state_is_there_before_the_first_step() -> None:
     table = table_of()
-    assert set(weft.RowAdam(table.parameters()).state[table.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optim.RowAdam(table.parameters()).state[table.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_more_ranks_than_rows() -> None:
     def program(axis: weft.Axis) -> Tensor:
         torch.manual_seed(0)
         table = weft.ShardedEmbedding(2, 3, dtype=torch.float64, group=axis)
-        optimizer = weft.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode="auto")
+        optimizer = optim.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode="auto")
         for step in range(5):
             backward(table, [step % 2], step)
             optimizer.step()
@@ -364,7 +365,7 @@ def test_another_optimizer_takes_over() -> None:
     table = table_of()
     plain = nn.Embedding(9, 3, dtype=torch.float64)
     plain.load_state_dict({"weight": table.weight.detach()})
-    for either, kind in ((table, weft.RowAdam), (plain, torch.optim.Adam)):
+    for either, kind in ((table, optim.RowAdam), (plain, torch.optim.Adam)):
         for ids in ([1, 2], [3], [3]), ([1], [4]):
             optimizer = kind(either.parameters(), lr=0.05)
             for step, some in enumerate(ids):

@@ -12,8 +12,9 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.comm import checkpoint
-from weft.optim import row_state
+from weft import optim
+from weft.optim.rows import state as row_state
+from weft.parallel import checkpoint
 from weft.world.launch import ProcessWorld
 
 ROWS, WIDTH, SAVED, END = 60, 5, 9, 30
@@ -29,10 +30,12 @@ class Training:
         self.seed = 0 if alike else axis.rank  # whether all ranks have the same batches
         self.table = weft.ShardedEmbedding(ROWS, WIDTH, group=axis, dtype=dtype)
         self.head = torch.nn.Parameter(torch.randn(WIDTH, dtype=torch.promote_types(dtype, torch.float32)))
-        rows = weft.RowAdam(self.table.parameters(), lr=0.1, **options)
+        rows = optim.RowAdam(self.table.parameters(), lr=0.1, **options)
         self.optimizer: torch.optim.Optimizer = rows
         if kind == "overlapped":
-            self.optimizer = weft.OverlappedStep([weft.ShardedAdamW([self.head], lr=0.01, group=axis), rows], clip=9.0)
+            self.optimizer = optim.OverlappedStep(
+                [optim.ShardedAdamW([self.head], lr=0.01, group=axis), rows], clip=9.0
+            )
 
     def run(self, steps: range) -> None:
         for step in steps:

@@ -10,6 +10,7 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
+from weft import optim
 
 ROWS, WIDTH = 8, 3
 
@@ -25,7 +26,7 @@ def train(axis, rates: list[float], touched: list[set[int]], options: dict) -> t
     torch.manual_seed(0)
     whole = torch.nn.Embedding(ROWS, WIDTH, dtype=torch.float64)
     table = weft.ShardedEmbedding.from_embedding(whole, group=axis)
-    rows = weft.RowAdam(table.parameters(), **options)
+    rows = optim.RowAdam(table.parameters(), **options)
     dense = (torch.optim.AdamW if options.get("weight_decay") else torch.optim.Adam)(whole.parameters(), **options)
     for step, (rate, ids) in enumerate(zip(rates, touched, strict=True)):
         batch = torch.tensor(sorted(ids), dtype=torch.int64)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from worlds import every, virtual_world
 
 import weft
-from weft.optim.slices import cut_bucket, fill_buckets, row_ranges
+from weft import optim
+from weft.optim.slices.layout import cut_bucket, fill_buckets, row_ranges
 
 pytestmark = pytest.mark.usefixtures("network")
 SHAPES = ((7, 5), (3,), (), (4, 2, 3), (1, 1), (0, 3), (11,), (6, 8))
@@ -69,7 +70,7 @@ def train_alone(steps: int, ranks: int, dtype=torch.float32, without=()) -> list
 
 def train_over(axis: weft.Axis, steps: int, dtype=torch.float32, without=(), **options) -> list[Tensor]:
     parameters = [nn.Parameter(weight) for weight in weights(dtype)]
-    optimizer = weft.ShardedAdamW(groups_of(parameters), **OPTIONS, group=axis, **options)
+    optimizer = optim.ShardedAdamW(groups_of(parameters), **OPTIONS, group=axis, **options)
     for step in range(steps):
         give(parameters, gradients(step, axis.rank, dtype), without)
         optimizer.step()
@@ -94,7 +95,7 @@ def test_it_is_adamw_on_averaged_gradients(size: int, dtype: torch.dtype) -> Non
 def test_a_world_of_one_is_torchs_adamw() -> None:
     model, twin = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
     twin.load_state_dict(model.state_dict())
-    ours, theirs = weft.ShardedAdamW(model.parameters(), lr=0.1), torch.optim.AdamW(twin.parameters(), lr=0.1)
+    ours, theirs = optim.ShardedAdamW(model.parameters(), lr=0.1), torch.optim.AdamW(twin.parameters(), lr=0.1)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in (ours, theirs)]
     for step in range(10):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
@@ -116,7 +117,7 @@ def test_parameters_that_do_not_lie_in_a_row() -> None:
         start = torch.arange(24.0).view(4, 6)
         turned, straight = nn.Parameter(start.clone().mT), nn.Parameter(start.mT.contiguous())
         for parameter in (turned, straight):
-            optimizer = weft.ShardedAdamW([parameter], lr=0.1, group=axis)
+            optimizer = optim.ShardedAdamW([parameter], lr=0.1, group=axis)
             for step in range(3):
                 parameter.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step + 10 * axis.rank))
                 optimizer.step()
@@ -146,11 +147,11 @@ def test_what_is_sent_and_kept(size: int) -> None:
 
     def program(axis: weft.Axis) -> tuple[int, int, int]:
         parameters = [nn.Parameter(weight) for weight in weights()]
-        optimizer = weft.ShardedAdamW(parameters, group=axis)
+        optimizer = optim.ShardedAdamW(parameters, group=axis)
         give(parameters, gradients(0, axis.rank))
         with weft.record() as ledger:
             optimizer.step()
-        data = [event for event in ledger.events if not event.operation.endswith(".tell")]
+        data = [event for event in ledger.events if not event.operation.endswith(".metadata")]
         kept = sum(v.numel() for s in optimizer.state.values() for name, v in s.items() if name != "step")
         return sum(event.bytes_sent for event in data), len(data), kept
 
@@ -170,7 +171,7 @@ def test_a_largest_norm() -> None:
 
     def program(axis: weft.Axis) -> tuple[list[Tensor], list[float]]:
         parameters = [nn.Parameter(weight) for weight in weights()]
-        optimizer = weft.ShardedAdamW(groups_of(parameters), **OPTIONS, group=axis, clip=0.5)
+        optimizer = optim.ShardedAdamW(groups_of(parameters), **OPTIONS, group=axis, clip=0.5)
         found = []
         for step in range(4):
             give(parameters, gradients(step, axis.rank))
@@ -189,7 +190,7 @@ class Run:
 
     def __init__(self, axis: weft.Axis, **options) -> None:
         self.axis, self.parameters = axis, [nn.Parameter(weight) for weight in weights()]
-        self.optimizer = weft.ShardedAdamW(groups_of(self.parameters), **OPTIONS, group=axis, **options)
+        self.optimizer = optim.ShardedAdamW(groups_of(self.parameters), **OPTIONS, group=axis, **options)
         for step in range(2):
             give(self.parameters, gradients(step, axis.rank))
             self.optimizer.step()
@@ -279,11 +280,11 @@ def test_what_is_refused() -> None:
         ({"on_nonfinite": "pass"}, "on_nonfinite 'pass' is not one of raise, skip"),
     ):
         with pytest.raises(ValueError, match=words):
-            weft.ShardedAdamW([parameter], **options)
+            optim.ShardedAdamW([parameter], **options)
     table = weft.ShardedEmbedding(4, 2)
-    with pytest.raises(TypeError, match=r"is the table of a weft\.ShardedEmbedding; step it with weft\.RowAdam"):
-        weft.ShardedAdamW(table.parameters())
-    optimizer = weft.ShardedAdamW([parameter])
+    with pytest.raises(TypeError, match=r"is the table of a weft\.ShardedEmbedding; step it with weft\.optim\.RowAdam"):
+        optim.ShardedAdamW(table.parameters())
+    optimizer = optim.ShardedAdamW([parameter])
     with pytest.raises(TypeError, match=r"is torch\.complex64, not floating point"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]})
     assert len(optimizer.param_groups) == 1
@@ -296,7 +297,7 @@ def test_what_is_refused() -> None:
 
 def test_shapes_that_differ_are_refused_on_every_rank() -> None:
     def program(axis: weft.Axis) -> None:
-        weft.ShardedAdamW([nn.Parameter(torch.ones(2 + axis.rank))], group=axis)
+        optim.ShardedAdamW([nn.Parameter(torch.ones(2 + axis.rank))], group=axis)
 
     found = errors_of(program)
     assert len(found) == 3 and all("the ranks disagree" in words and "shapes=((4,),)" in words for words in found)
@@ -307,13 +308,13 @@ def test_a_state_is_that_of_torchs_adamw() -> None:
 
     def program(axis: weft.Axis) -> tuple[list[Tensor], dict[str, Any]]:
         parameters = [nn.Parameter(weight) for weight in weights()]
-        optimizer = weft.ShardedAdamW(groups_of(parameters)[:1], **OPTIONS, group=axis)
+        optimizer = optim.ShardedAdamW(groups_of(parameters)[:1], **OPTIONS, group=axis)
         optimizer.add_param_group(groups_of(parameters)[1])
         saved: dict[str, Any] = {}
         for step in range(6):
             if step == 3:
                 saved = copy.deepcopy(optimizer.state_dict())
-                optimizer = weft.ShardedAdamW(groups_of(parameters), lr=9.0, group=axis)
+                optimizer = optim.ShardedAdamW(groups_of(parameters), lr=9.0, group=axis)
                 optimizer.load_state_dict(saved)
             give(parameters, gradients(step, axis.rank))
             optimizer.step()
@@ -333,7 +334,7 @@ def test_a_state_is_that_of_torchs_adamw() -> None:
 
     def go_on(axis: weft.Axis) -> list[Tensor]:
         own = [nn.Parameter(weight) for weight in train_alone(3, 3)]
-        optimizer = weft.ShardedAdamW(groups_of(own), lr=9.0, group=axis)
+        optimizer = optim.ShardedAdamW(groups_of(own), lr=9.0, group=axis)
         optimizer.load_state_dict(middle)
         for step in range(3, 6):
             give(own, averaged(step, 3))
@@ -344,10 +345,10 @@ def test_a_state_is_that_of_torchs_adamw() -> None:
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
-    optimizer = weft.ShardedAdamW([nn.Parameter(torch.ones(3, 2))])
+    optimizer = optim.ShardedAdamW([nn.Parameter(torch.ones(3, 2))])
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg"] = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"exp_avg of parameter 0 of group 0 is \[2, 2\] in the state, not \[3, 2\]"):
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="the state has 2 parameters, this optimizer 1"):
-        optimizer.load_state_dict(weft.ShardedAdamW([nn.Parameter(torch.ones(2)) for _ in range(2)]).state_dict())
+        optimizer.load_state_dict(optim.ShardedAdamW([nn.Parameter(torch.ones(2)) for _ in range(2)]).state_dict())

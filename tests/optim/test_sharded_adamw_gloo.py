@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from weft import optim
 from weft.world.launch import ProcessWorld
 
 pytestmark = pytest.mark.processes
@@ -37,7 +38,7 @@ class Weights(nn.Module):
 def made(dtype: torch.dtype, lr: float, plain: bool = False) -> tuple[Weights, torch.optim.Optimizer]:
     model = Weights(dtype)
     groups = groups_of(list(model.parameters()))
-    kind = torch.optim.AdamW if plain else weft.ShardedAdamW
+    kind = torch.optim.AdamW if plain else optim.ShardedAdamW
     return model, kind(groups, **{**OPTIONS, "lr": lr})
 
 
@@ -83,7 +84,7 @@ def refused(axis: weft.Axis, wrap: str) -> str:
     model = nn.Linear(3, 2)
     wrapped = DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model)
     try:
-        optimizer = weft.ShardedAdamW(model.parameters())
+        optimizer = optim.ShardedAdamW(model.parameters())
         wrapped(torch.ones(1, 3)).sum().backward()
         optimizer.step()
     except (ValueError, TypeError) as error:

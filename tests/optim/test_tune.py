@@ -8,22 +8,23 @@ from mixed_model import Mixed, backward, overlapped
 from torch import Tensor
 
 import weft
-from weft.optim.orders import Orders
-from weft.optim.replay import Hop, Profile, UnitProfile, replay
-from weft.optim.tune import Tuning, search
+from weft import optim
+from weft.optim.step.orders import Orders
+from weft.optim.step.replay import Hop, Profile, UnitProfile, replay
+from weft.optim.step.tune import Tuning, search
 
-MACHINE = weft.Machine(latency=1e-5, bandwidth=1e9, memory_bandwidth=4e9)
+MACHINE = weft.world.Machine(latency=1e-5, bandwidth=1e9, memory_bandwidth=4e9)
 
 
-def matrices(axis: weft.Axis, **options) -> tuple[weft.OverlappedStep, list[torch.nn.Parameter]]:
+def matrices(axis: weft.Axis, **options) -> tuple[optim.OverlappedStep, list[torch.nn.Parameter]]:
     """Parts with much to send and little work, and with little to send and much work."""
     small = [torch.nn.Parameter(torch.ones(32, 32)) for _ in range(16)]
     large = [torch.nn.Parameter(torch.ones(20_000)) for _ in range(3)]
-    parts = [weft.ShardedAdamW([one], lr=0.1, group=axis) for one in large]
-    rekls = weft.REKLS(small, lr=0.1, variant="stable", group=axis.subset([axis.rank]), data_group=axis)
+    parts = [optim.ShardedAdamW([one], lr=0.1, group=axis) for one in large]
+    rekls = optim.REKLS(small, lr=0.1, variant="stable", group=axis.subset([axis.rank]), data_group=axis)
     rekls.cut(4096)
     parts.append(rekls)
-    return weft.OverlappedStep(parts, **options), [*small, *large]
+    return optim.OverlappedStep(parts, **options), [*small, *large]
 
 
 def give(parameters: list[torch.nn.Parameter], rank: int) -> None:
@@ -46,7 +47,7 @@ def test_a_replay_takes_as_long_as_the_step() -> None:
         return axis.wire.clock() - before, tuning.tried[0].predicted
 
     for order in orders:
-        found = weft.VirtualWorld(4, MACHINE).run(lambda axis, o=order: program(axis, o)).results
+        found = weft.world.VirtualWorld(4, MACHINE).run(lambda axis, o=order: program(axis, o)).results
         seconds = max(seconds for seconds, _ in found)
         assert found[0][1] == pytest.approx(seconds, rel=0.1)
         assert len({predicted for _, predicted in found}) == 1
@@ -55,7 +56,7 @@ def test_a_replay_takes_as_long_as_the_step() -> None:
 def test_a_tuned_step_is_faster_in_virtual_time() -> None:
     """Than the order as listed, and by as much as was said; state and weights do not change by it."""
 
-    slow = weft.Machine(latency=1e-5, bandwidth=3e8, flops=2e9)
+    slow = weft.world.Machine(latency=1e-5, bandwidth=3e8, flops=2e9)
 
     def program(axis: weft.Axis, tuned: bool) -> tuple[float, Tuning | None, list[Tensor]]:
         step, parameters = matrices(axis)
@@ -65,8 +66,8 @@ def test_a_tuned_step_is_faster_in_virtual_time() -> None:
         step.step()
         return axis.wire.clock() - before, tuning, [p.detach() for p in parameters]
 
-    plain = weft.VirtualWorld(4, slow).run(lambda axis: program(axis, False)).results
-    tuned = weft.VirtualWorld(4, slow).run(lambda axis: program(axis, True)).results
+    plain = weft.world.VirtualWorld(4, slow).run(lambda axis: program(axis, False)).results
+    tuned = weft.world.VirtualWorld(4, slow).run(lambda axis: program(axis, True)).results
     seconds = [max(result[0] for result in run) for run in (plain, tuned)]
     tuning = tuned[0][1]
     assert all(result[1] == tuning for result in tuned) and len(tuning.tried) == 40
@@ -89,7 +90,7 @@ def test_orders_of_one_long_and_one_short_unit() -> None:
         0: Profile({"long": long, "short": short}),
         1: Profile(dict(zip(("long", "short"), other, strict=True))),
     }
-    world = weft.Machine(latency=0.0, bandwidth=1000.0).world(2)
+    world = weft.world.Machine(latency=0.0, bandwidth=1000.0).world(2)
     assert replay(world, profiles, Orders(("long", "short"), ("long", "short"))) == pytest.approx(8.0, rel=0.01)
     assert replay(world, profiles, Orders(("short", "long"), ("short", "long"))) == pytest.approx(5.0, rel=0.01)
     assert replay(world, profiles, Orders(("short", "long"), ("short", "long")), naive=True) == pytest.approx(
@@ -108,9 +109,9 @@ def test_the_table_names_orders_and_what_is_exposed(capsys: pytest.CaptureFixtur
         model = Mixed(axis)
         optimizer = overlapped(model, axis)
         backward(model, axis, 0, 1)
-        optimizer.tune(weft.VirtualWorld(2, MACHINE, rules="gloo"), tries=8)
+        optimizer.tune(weft.world.VirtualWorld(2, MACHINE, rules="gloo"), tries=8)
 
-    weft.VirtualWorld(2, MACHINE).run(program)
+    weft.world.VirtualWorld(2, MACHINE).run(program)
     shown = capsys.readouterr().out
     assert shown.count("orders of a step") == 1 and "predicted" in shown and "exposed" in shown and "present" in shown
 
@@ -121,9 +122,9 @@ def test_what_tune_refuses() -> None:
     optimizer = overlapped(model, axis)
     backward(model, axis, 0, 1)
     with pytest.raises(ValueError, match="needs a Machine, or a VirtualWorld with one and 1 ranks, got 2 ranks"):
-        optimizer.tune(weft.VirtualWorld(2, MACHINE))
+        optimizer.tune(weft.world.VirtualWorld(2, MACHINE))
     with pytest.raises(ValueError, match="and machine=None"):
-        optimizer.tune(weft.VirtualWorld(1))
+        optimizer.tune(weft.world.VirtualWorld(1))
     with pytest.raises(ValueError, match="tries and measure must be at least 1, got 0 and 3"):
         optimizer.tune(MACHINE, tries=0)
     model.net[0].weight.grad[0, 0] = float("nan")

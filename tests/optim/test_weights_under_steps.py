@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from worlds import virtual_world
 
 import weft
+from weft import optim
 
 pytestmark = pytest.mark.usefixtures("network")
 SHAPES = ((5, 3), (4,), (7,))
@@ -24,14 +25,14 @@ def made(dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 def sharded(parameters: list[nn.Parameter], axis: weft.Axis) -> torch.optim.Optimizer:
-    return weft.ShardedAdamW(parameters, lr=1e-3, weight_decay=0.1, group=axis, bucket_bytes=40)
+    return optim.ShardedAdamW(parameters, lr=1e-3, weight_decay=0.1, group=axis, bucket_bytes=40)
 
 
 def in_a_step(parameters: list[nn.Parameter], axis: weft.Axis) -> torch.optim.Optimizer:
     alone = axis.subset([axis.rank])
-    parts = [weft.REKLS(parameters[:1], lr=1e-3, variant="stable", group=alone, data_group=axis),
-             weft.ShardedAdamW(parameters[1:], lr=1e-3, weight_decay=0.1, group=axis)]  # fmt: skip
-    return weft.OverlappedStep(parts, overlap_backward=True)
+    parts = [optim.REKLS(parameters[:1], lr=1e-3, variant="stable", group=alone, data_group=axis),
+             optim.ShardedAdamW(parameters[1:], lr=1e-3, weight_decay=0.1, group=axis)]  # fmt: skip
+    return optim.OverlappedStep(parts, overlap_backward=True)
 
 
 def step_on(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], rank: int, number: int) -> None:
@@ -107,7 +108,7 @@ def test_masters_follow_weights_that_were_changed(change: Callable, dtype: torch
 def test_masters_keep_what_bf16_cannot() -> None:
     """Where nothing is changed, small steps add up in them: 1000 steps of 1e-5 are 0.01."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = weft.ShardedAdamW([parameter], lr=1e-5, weight_decay=0.0)
+    optimizer = optim.ShardedAdamW([parameter], lr=1e-5, weight_decay=0.0)
     for _ in range(1000):
         parameter.grad = torch.ones(3, dtype=torch.bfloat16)
         optimizer.step()
@@ -126,11 +127,11 @@ def errors_over(program: Callable[[weft.Axis], Any], size: int) -> list[str]:
 
 
 def matrices(parameters: list[nn.Parameter], axis: weft.Axis) -> torch.optim.Optimizer:
-    return weft.REKLS(parameters, lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
+    return optim.REKLS(parameters, lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
 
 
 def replicated(parameters: list[nn.Parameter], axis: weft.Axis) -> torch.optim.Optimizer:
-    return weft.REKLS(parameters, lr=0.1, group=axis)
+    return optim.REKLS(parameters, lr=0.1, group=axis)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +190,10 @@ def test_ranks_that_differ_on_one_line_of_a_mesh_are_noticed_on_all() -> None:
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
         shard = nn.Parameter(torch.full((3, 4), float(column)))
         whole, vector = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(7))
-        step = weft.OverlappedStep([
-            weft.REKLS([{"params": [shard], "partition_dim": 0}, {"params": [whole]}], lr=0.1, group=tensor,
+        step = optim.OverlappedStep([
+            optim.REKLS([{"params": [shard], "partition_dim": 0}, {"params": [whole]}], lr=0.1, group=tensor,
                        data_group=data),
-            weft.ShardedAdamW([vector], group=data),
+            optim.ShardedAdamW([vector], group=data),
         ])  # fmt: skip
         if axis.rank == spoilt:
             shard.data[0, 0] = 9.0
@@ -213,7 +214,7 @@ def test_weights_are_compared_once() -> None:
         for number in range(3):
             with weft.record() as ledger:
                 step_on(optimizer, parameters, axis.rank, number)
-            counts.append(sum("weights.tell" in event.operation for event in ledger.events))
+            counts.append(sum("weights.metadata" in event.operation for event in ledger.events))
         return counts
 
     assert virtual_world(3).run(program).results == [[1, 0, 0]] * 3
@@ -249,7 +250,7 @@ def test_rekls_inside_autocast_is_the_same(variant: str) -> None:
 
     def train(around: Any) -> list[Tensor]:
         parameters = made(torch.float32)
-        optimizer = weft.REKLS(parameters, lr=0.1, variant=variant)
+        optimizer = optim.REKLS(parameters, lr=0.1, variant=variant)
         for number in range(4):
             make = torch.Generator().manual_seed(number)
             for parameter in parameters:
@@ -291,8 +292,11 @@ def test_states_do_not_follow_the_default_dtype(default: torch.dtype) -> None:
 
     def train() -> list[Tensor]:
         parameters = made(torch.float32)
-        optimizers = [weft.ShardedAdamW(parameters[1:]), weft.REKLS(parameters[:1], lr=0.01, variant="stable")]
-        step = weft.OverlappedStep(optimizers, clip=3.0)
+        optimizers = [
+            optim.ShardedAdamW(parameters[1:]),
+            optim.REKLS(parameters[:1], lr=0.01, variant="stable"),
+        ]
+        step = optim.OverlappedStep(optimizers, clip=3.0)
         for number in range(300):
             make = torch.Generator().manual_seed(number)
             for parameter in parameters:

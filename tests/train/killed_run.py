@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from weft.comm import checkpoint
+from weft.parallel import checkpoint
 from weft.train.entry import make_command
 from weft.train.trainer import Trainer
 

@@ -6,7 +6,7 @@ import html
 import re
 from pathlib import Path
 
-from weft.train.report import write_report
+from weft.report.page import write_report
 
 
 def page_of(run: Path, beside: Path | None = None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.comm.mesh import ParallelMesh, make_mesh
+from weft.parallel.mesh import ParallelMesh, make_mesh
 from weft.train.config import TrainConfig
 from weft.train.trainer import Trainer
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.sequence.layout import LAYOUTS, lay_out, shard_lengths
+from weft.ops.sequence.layout import LAYOUTS, lay_out, shard_lengths
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
 from weft.train.corpus import Corpus
 
@@ -124,7 +124,7 @@ def test_the_cut_is_that_of_weft_shard() -> None:
         assert torch.equal(where.positions(), part.positions[0])
         return torch.equal(weft.shard(whole.tokens, 1, sequence=where), part.tokens)
 
-    assert weft.VirtualWorld(3).run(program).results == [True] * 3
+    assert weft.world.VirtualWorld(3).run(program).results == [True] * 3
 
 
 @pytest.mark.parametrize("batch", [1, 3, BATCH, 20, 45])  # of 20 sequences: within epochs, across, several at once

@@ -16,8 +16,8 @@ import torch
 from small_run import SMALL, furthest, small_config
 
 import weft
-from weft.comm import checkpoint
-from weft.comm.mesh import make_mesh
+from weft.parallel import checkpoint
+from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
 from weft.train.run_folder import find_checkpoint, list_checkpoints, step_folder
 from weft.train.trainer import Trainer

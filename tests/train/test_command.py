@@ -130,7 +130,7 @@ def test_meshes_that_fit() -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned a little, in fp64."""
-    from weft.comm.mesh import make_mesh
+    from weft.parallel.mesh import make_mesh
     from weft.train.trainer import Trainer
 
     folder = tmp_path_factory.mktemp("trained") / "run"

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from small_run import SMALL, small_config
 
 import weft
-from weft.comm import checkpoint
-from weft.comm.mesh import make_mesh
+from weft.parallel import checkpoint
+from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
 from weft.train.metrics import MetricsFile, read_lines
 from weft.train.run_folder import find_checkpoint, step_folder

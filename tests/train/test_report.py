@@ -16,9 +16,9 @@ import pytest
 from made_up_run import metrics, write_metrics, write_run
 from report_page import figure, page_of, places, words
 
-from weft.train.report import show_report
-from weft.train.report_run import FAMILIES
-from weft.train.report_scale import size_of
+from weft.report.page import show_report
+from weft.report.run import FAMILIES
+from weft.report.scale import size_of
 
 FIGURES = ("loss", "speed", "bytes", "timeline", "config")
 

@@ -13,8 +13,8 @@ import pytest
 from made_up_run import metrics, write_metrics, write_run
 from report_page import figure, page_of, places, words
 
-from weft.train.report import write_report
-from weft.train.report_run import read_run
+from weft.report.page import write_report
+from weft.report.run import read_run
 
 
 @pytest.fixture

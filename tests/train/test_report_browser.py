@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from made_up_run import write_run
 
-from weft.train.report import write_report
+from weft.report.page import write_report
 
 pytestmark = pytest.mark.processes
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from weft.train.report_run import Span
-from weft.train.report_scale import fit, log_ticks, round_ticks, short, size_of, spread, thin
-from weft.train.report_timeline import merge
+from weft.report.run import Span
+from weft.report.scale import fit, log_ticks, round_ticks, short, size_of, spread, thin
+from weft.report.timeline import merge
 
 
 def test_ticks_are_round_and_inside() -> None:

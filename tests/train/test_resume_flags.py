@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_run import SMALL
 
-from weft.comm.mesh import make_mesh
+from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig, flag
 from weft.train.optimizer import rate_at
 from weft.train.trainer import Trainer

@@ -15,7 +15,7 @@ from small_run import SMALL
 from torch import Tensor
 
 import weft
-from weft.comm.mesh import make_mesh
+from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
 from weft.train.metrics import read_lines
 from weft.train.run_folder import step_folder

@@ -18,7 +18,7 @@ from small_run import SMALL, virtual_mesh
 from worlds import virtual_world
 
 import weft
-from weft.comm.mesh import make_mesh
+from weft.parallel.mesh import make_mesh
 from weft.train import stop_request
 from weft.train.config import TrainConfig
 from weft.train.metrics import read_lines

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from worlds import virtual_world
 
 import weft
-from weft.comm.mesh import make_mesh
+from weft.parallel.mesh import make_mesh
 from weft.train.batches import IGNORED, validation_batches
 from weft.train.metrics import FAMILIES, family_of, spans_of
 from weft.train.mixers import Place

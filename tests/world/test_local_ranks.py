@@ -203,7 +203,7 @@ def test_too_many_and_too_few(tmp_path: Path, count: int) -> None:
 JOINED = """
 import os, sys, time
 from pathlib import Path
-from weft.comm.rendezvous import joined_world
+from weft.parallel.rendezvous import joined_world
 with joined_world() as axis:
     print(axis.rank, os.getpid(), os.environ["WEFT_LOCAL_RANK"].split(",", 2)[2], flush=True)
     time.sleep(600)

@@ -14,7 +14,7 @@ from listeners import addresses_of, beyond_loopback, watch
 from small_run import SMALL
 
 import weft
-from weft.comm.mesh import make_mesh
+from weft.parallel.mesh import make_mesh
 from weft.world.launch import ProcessWorld
 
 pytestmark = [

@@ -14,9 +14,9 @@ from weft.world.virtual import _Switchboard
 
 def broken(program: Callable[[weft.Axis], object], size: int = 2) -> str:
     """What the world says; on an ideal network the program is fine."""
-    weft.VirtualWorld(size).run(program)
+    weft.world.VirtualWorld(size).run(program)
     with pytest.raises(NcclRuleError) as caught:
-        weft.VirtualWorld(size, rules="nccl").run(program)
+        weft.world.VirtualWorld(size, rules="nccl").run(program)
     return str(caught.value)
 
 
@@ -82,7 +82,7 @@ def test_rule_2_sizes_and_dtypes_must_agree() -> None:
             call.receive(torch.zeros(4), 0).wait()
 
     with pytest.raises(NcclRuleError, match=r"rule 2: call 1, sizes: rank 0 sent 3 x torch.float32, rank 1 expects 4"):
-        weft.VirtualWorld(2, rules="nccl").run(program)
+        weft.world.VirtualWorld(2, rules="nccl").run(program)
 
 
 def test_rule_3_both_ends_group_alike() -> None:
@@ -118,7 +118,7 @@ def test_rule_4_without_a_connection_the_first_exchange_needs_everybody() -> Non
         if axis.rank < 2:
             call.exchange([(1 - axis.rank, torch.ones(1))], [(1 - axis.rank, torch.zeros(1))]).wait()
 
-    world = weft.VirtualWorld(3, rules="nccl")
+    world = weft.world.VirtualWorld(3, rules="nccl")
     world.run(program)  # connected before, as `Axis.of` does
     with pytest.raises(NcclRuleError, match=r"rank 0 waits for all ranks to join .* call 1, some \(NCCL rule 4\)"):
         _Switchboard(world, connected=False).run(program)
@@ -133,7 +133,7 @@ def test_rule_5_a_host_that_blocks_at_issue() -> None:
         call.receive(torch.zeros(1), (axis.rank - 1) % 3).wait()
         sent.wait()
 
-    world = weft.VirtualWorld(3, rules="nccl")
+    world = weft.world.VirtualWorld(3, rules="nccl")
     with pytest.raises(NcclRuleError, match="contact"):
         _Switchboard(world, host_blocks=True).run(program)
 
@@ -146,7 +146,7 @@ def test_rule_6_a_message_that_is_overwritten_before_it_has_left() -> None:
         tensor += 1
         pending.wait()
 
-    world = weft.VirtualWorld(2, rules="nccl")
+    world = weft.world.VirtualWorld(2, rules="nccl")
     with pytest.raises(NcclRuleError, match=r"rule 6: call 1, early: rank \d changed what it sends to rank \d"):
         _Switchboard(world).run(program)
 
@@ -159,7 +159,7 @@ def test_rule_6_a_received_tensor_holds_nothing_until_it_was_waited_for() -> Non
         pending.wait()
         return early, box.item()
 
-    for early, late in weft.VirtualWorld(2, rules="nccl").run(program).results:
+    for early, late in weft.world.VirtualWorld(2, rules="nccl").run(program).results:
         assert early != early and late == 1.0
 
 
@@ -189,4 +189,4 @@ def test_ranks_that_disagree_are_told_so_and_not_of_a_rule() -> None:
             )
 
     with pytest.raises(DisagreementError, match="rank 1 called exclusive_scan"):
-        weft.VirtualWorld(3, rules="nccl").run(program)
+        weft.world.VirtualWorld(3, rules="nccl").run(program)

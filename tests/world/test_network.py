@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import weft
-from weft.attention.methods import METHODS as ATTENTION
-from weft.scan import METHODS
+from weft.ops.attention.methods import METHODS as ATTENTION
+from weft.ops.scan import METHODS
 
-MACHINE = weft.Machine(latency=5.0, bandwidth=40.0)
+MACHINE = weft.world.Machine(latency=5.0, bandwidth=40.0)
 
 
-def elapsed(program, rules: str, size: int = 2, machine: weft.Machine = MACHINE) -> float:
-    return weft.VirtualWorld(size, machine, rules=rules).run(program).elapsed
+def elapsed(program, rules: str, size: int = 2, machine: weft.world.Machine = MACHINE) -> float:
+    return weft.world.VirtualWorld(size, machine, rules=rules).run(program).elapsed
 
 
 def test_on_gloo_a_message_waits_for_the_word_that_its_receive_is_posted() -> None:
@@ -38,7 +38,7 @@ def test_a_receive_posted_early_costs_one_delay() -> None:
             a = a @ a  # five seconds of work, while the word travels
         call.exchange([(other, torch.ones(10))], coming).wait()
 
-    machine = weft.Machine(5.0, 40.0, flops=2000.0)
+    machine = weft.world.Machine(5.0, 40.0, flops=2000.0)
     assert elapsed(early, "ideal", machine=machine) == 5 + 1 + 5
     assert elapsed(early, "gloo", machine=machine) == 5 + 1 + 5
 
@@ -58,7 +58,7 @@ def test_on_gloo_messages_share_a_link() -> None:
             call.receive(box, 0).wait()
         return axis.wire.clock()
 
-    run = weft.VirtualWorld(3, weft.Machine(5.0, 10.0, flops=2000.0), rules="gloo").run(program)
+    run = weft.world.VirtualWorld(3, weft.world.Machine(5.0, 10.0, flops=2000.0), rules="gloo").run(program)
     assert run.results == [6, 13 + 5, 12 + 5]  # a send is over when it leaves
 
 
@@ -69,7 +69,7 @@ def test_a_scan_pays_the_word_once(method: str) -> None:
     def scan(axis: weft.Axis) -> None:
         weft.exclusive_scan(torch.empty(2, 8, 8, device="meta"), method=method, group=axis)
 
-    latency = weft.Machine(1.0, math.inf)
+    latency = weft.world.Machine(1.0, math.inf)
     for size in (2, 5, 6, 8):
         ideal, gloo = (elapsed(scan, rules, size, latency) for rules in ("ideal", "gloo"))
         assert gloo <= ideal + 1
@@ -87,8 +87,8 @@ def test_inside_linear_attention_the_word_is_hidden_under_the_local_work(method:
         o, _ = weft.linear_attention(q, q, q, g, group=axis, method=method)
         o.backward(torch.empty_like(o))
 
-    local = elapsed(layer, "ideal", 6, weft.Machine(0.0, math.inf, flops=1e9))
-    machine = weft.Machine(local / 100, math.inf, flops=1e9)
+    local = elapsed(layer, "ideal", 6, weft.world.Machine(0.0, math.inf, flops=1e9))
+    machine = weft.world.Machine(local / 100, math.inf, flops=1e9)
     assert elapsed(layer, "gloo", 6, machine) <= 1.001 * elapsed(layer, "ideal", 6, machine)
 
 
@@ -110,11 +110,11 @@ def test_lengths_are_told_under_the_first_local_work(packed: bool, layout: str) 
         return axis.wire.clock() - start
 
     for attend in (weft.attention, weft.linear_attention):
-        free = weft.Machine(0.0, math.inf, flops=1e9)
-        work = max(weft.VirtualWorld(4, free).run(lambda axis: program(axis, attend, True)).results)  # noqa: B023
-        machine = weft.Machine(work / 200, math.inf, flops=1e9)
+        free = weft.world.Machine(0.0, math.inf, flops=1e9)
+        work = max(weft.world.VirtualWorld(4, free).run(lambda axis: program(axis, attend, True)).results)  # noqa: B023
+        machine = weft.world.Machine(work / 200, math.inf, flops=1e9)
         seconds = [
-            max(weft.VirtualWorld(4, machine, "gloo").run(lambda axis: program(axis, attend, given)).results)  # noqa: B023
+            max(weft.world.VirtualWorld(4, machine, "gloo").run(lambda axis: program(axis, attend, given)).results)  # noqa: B023
             for given in (True, False)
         ]
         assert seconds[1] <= 1.001 * seconds[0], attend
@@ -130,8 +130,8 @@ def test_attention_takes_about_the_same_on_gloo(method: str) -> None:
         out = weft.attention(q, k, v, causal=True, sequence=sequence, method=method)
         out.backward(torch.empty_like(out))
 
-    local = elapsed(layer, "ideal", 4, weft.Machine(0.0, math.inf, flops=1e9))
-    machine = weft.Machine(local / 200, 4 * 512 * 8 * 32 * 40 / local, flops=1e9)
+    local = elapsed(layer, "ideal", 4, weft.world.Machine(0.0, math.inf, flops=1e9))
+    machine = weft.world.Machine(local / 200, 4 * 512 * 8 * 32 * 40 / local, flops=1e9)
     assert elapsed(layer, "gloo", 4, machine) <= 1.06 * elapsed(layer, "ideal", 4, machine)
 
 
@@ -141,7 +141,7 @@ def test_a_pipeline_flows_on_a_line_of_groups() -> None:
     def scan(axis: weft.Axis) -> None:
         weft.exclusive_scan(torch.empty(1, 16, 4, device="meta"), method="pipeline", blocks=8, group=axis)
 
-    bytes_only = weft.Machine(0.0, 1.0)
+    bytes_only = weft.world.Machine(0.0, 1.0)
     assert elapsed(scan, "ideal", 5, bytes_only) == (5 + 8 - 2) * 256 / 8
     assert elapsed(scan, "nccl", 5, bytes_only) <= (5 + 8 - 1) * 256 / 8
 
@@ -151,10 +151,12 @@ def test_lanes_on_a_line_of_groups_still_run_beside_the_work() -> None:
         q = torch.empty(1, 512, 4, 32, device="meta")
         weft.linear_attention(q, q, q, group=axis, method="doubling")
 
-    local = elapsed(layer, "nccl", 4, weft.Machine(0.0, math.inf, flops=1e9))
-    assert elapsed(layer, "nccl", 4, weft.Machine(local / 20, math.inf, flops=1e9)) == pytest.approx(local, rel=1e-6)
+    local = elapsed(layer, "nccl", 4, weft.world.Machine(0.0, math.inf, flops=1e9))
+    assert elapsed(layer, "nccl", 4, weft.world.Machine(local / 20, math.inf, flops=1e9)) == pytest.approx(
+        local, rel=1e-6
+    )
 
 
 def test_unknown_rules_are_refused() -> None:
     with pytest.raises(ValueError, match="rules 'mpi' is not one of ideal, gloo, nccl"):
-        weft.VirtualWorld(2, rules="mpi")
+        weft.world.VirtualWorld(2, rules="mpi")

@@ -13,7 +13,9 @@ from weft.errors import DeadlockError, DisagreementError
 
 
 def test_results_by_rank_and_world_is_none_inside() -> None:
-    run = weft.VirtualWorld(5).run(lambda axis: (axis.rank, weft.Axis.of(None) is axis, weft.Axis.of(axis) is axis))
+    run = weft.world.VirtualWorld(5).run(
+        lambda axis: (axis.rank, weft.Axis.of(None) is axis, weft.Axis.of(axis) is axis)
+    )
     assert run.results == [(rank, True, True) for rank in range(5)]
     assert run.elapsed is None
 
@@ -28,7 +30,7 @@ def test_a_message_costs_its_link_and_its_delay() -> None:
             for _ in range(3):
                 axis.receive(torch.zeros(10), 0).wait()
 
-    assert weft.VirtualWorld(2, weft.Machine(5.0, 40.0)).run(program).elapsed == 3 * 1.0 + 5.0
+    assert weft.world.VirtualWorld(2, weft.world.Machine(5.0, 40.0)).run(program).elapsed == 3 * 1.0 + 5.0
 
 
 def test_messages_meet_in_the_order_they_were_asked_for() -> None:
@@ -43,7 +45,7 @@ def test_messages_meet_in_the_order_they_were_asked_for() -> None:
             one.wait()
         return [box.item() for box in boxes]
 
-    assert weft.VirtualWorld(2).run(program).results[1] == [1.0, 2.0]
+    assert weft.world.VirtualWorld(2).run(program).results[1] == [1.0, 2.0]
 
 
 def test_operators_cost_flops_or_bytes() -> None:
@@ -52,9 +54,9 @@ def test_operators_cost_flops_or_bytes() -> None:
         a @ a
         a + a
 
-    flops = weft.VirtualWorld(1, weft.Machine(0, math.inf, flops=2000.0)).run(program)
+    flops = weft.world.VirtualWorld(1, weft.world.Machine(0, math.inf, flops=2000.0)).run(program)
     assert flops.elapsed == 1.0
-    memory = weft.VirtualWorld(1, weft.Machine(0, math.inf, memory_bandwidth=1200.0)).run(program)
+    memory = weft.world.VirtualWorld(1, weft.world.Machine(0, math.inf, memory_bandwidth=1200.0)).run(program)
     assert memory.elapsed == 2.0
     assert [event.operation for event in memory.timeline.events] == ["mm", "add"]
 
@@ -69,7 +71,7 @@ def test_a_lane_runs_beside_the_computation(scan_rounds: int) -> None:
             a = a @ a
         return pending.wait()
 
-    run = weft.VirtualWorld(scan_rounds + 1, weft.Machine(1.0, math.inf, flops=2000.0)).run(program)
+    run = weft.world.VirtualWorld(scan_rounds + 1, weft.world.Machine(1.0, math.inf, flops=2000.0)).run(program)
     assert run.elapsed == max(10, scan_rounds)
     assert [out.item() for out in run.results] == list(range(scan_rounds + 1))
 
@@ -78,7 +80,7 @@ def test_a_simulation_leaves_no_trace_in_torch() -> None:
     def program(axis: weft.Axis) -> None:
         weft.exclusive_scan(torch.empty(4, 4, device="meta"), log_decay=torch.empty(4, device="meta"))
 
-    weft.VirtualWorld(5, weft.Machine(1.0, 1.0, flops=1.0)).run(program)
+    weft.world.VirtualWorld(5, weft.world.Machine(1.0, 1.0, flops=1.0)).run(program)
     assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
 
 
@@ -91,7 +93,7 @@ def test_two_lanes_and_the_main_line_do_not_mix_their_messages() -> None:
         middle = weft.exclusive_scan(torch.ones(1, 1), method="ring", group=axis)
         return [middle.item(), lanes[1].wait().item(), lanes[0].wait().item()]
 
-    results = weft.VirtualWorld(4, weft.Machine(1.0, 8.0)).run(program).results
+    results = weft.world.VirtualWorld(4, weft.world.Machine(1.0, 8.0)).run(program).results
     assert results == [[rank * 1.0, rank * 100.0, rank * 10.0] for rank in range(4)]
 
 
@@ -100,7 +102,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
         axis.receive(torch.zeros(1), (axis.rank + 1) % 3).wait()
 
     with pytest.raises(DeadlockError, match=r"rank 0 waits for a message from rank 1.*rank 2 waits .* from rank 0"):
-        weft.VirtualWorld(3).run(program)
+        weft.world.VirtualWorld(3).run(program)
     assert threading.active_count() < 20
 
 
@@ -110,7 +112,7 @@ def test_a_rank_that_leaves_early_is_a_deadlock_for_the_others() -> None:
             weft.exclusive_scan(torch.ones(1, 1), group=axis)
 
     with pytest.raises(DeadlockError, match=r"rank 0 waits for rank 1 to make call 1, exclusive_scan"):
-        weft.VirtualWorld(3).run(program)
+        weft.world.VirtualWorld(3).run(program)
 
 
 def test_an_exception_ends_the_run_with_its_rank() -> None:
@@ -120,7 +122,7 @@ def test_an_exception_ends_the_run_with_its_rank() -> None:
         axis.receive(torch.zeros(1), 2).wait()
 
     with pytest.raises(KeyError, match="lost") as caught:
-        weft.VirtualWorld(4).run(program)
+        weft.world.VirtualWorld(4).run(program)
     assert caught.value.__notes__ == ["raised on rank 2 of 4"]
 
 
@@ -133,7 +135,7 @@ def test_ranks_that_disagree_at_the_first_call_raise_the_same_error() -> None:
         except DisagreementError as error:
             verdicts.append(str(error))
 
-    weft.VirtualWorld(4).run(program)
+    weft.world.VirtualWorld(4).run(program)
     assert len(verdicts) == 4 and len(set(verdicts)) == 1
     assert "ranks 0, 2, 3 called exclusive_scan(state=[2, 3])" in verdicts[0]
     assert "rank 1 called exclusive_scan(state=[2, 4])" in verdicts[0]
@@ -147,7 +149,7 @@ def test_a_later_disagreement_is_told_by_what_was_called(change: dict[str, objec
             weft.exclusive_scan(torch.ones(2, 3), group=axis, **options)
 
     with pytest.raises(DisagreementError, match="rank 2 called exclusive_scan") as caught:
-        weft.VirtualWorld(4).run(program)
+        weft.world.VirtualWorld(4).run(program)
     assert next(iter(change)) in str(caught.value)
 
 
@@ -161,7 +163,7 @@ def test_a_fault_on_one_rank_is_raised_on_every_rank() -> None:
         except ValueError as error:
             caught.append(str(error))
 
-    weft.VirtualWorld(3).run(program)
+    weft.world.VirtualWorld(3).run(program)
     assert len(caught) == 3 and len(set(caught)) == 1
     assert "log_decay [5] fits neither" in caught[0] and caught[0].endswith("(rank 1)")
 
@@ -179,15 +181,15 @@ def test_always_checking_compares_every_call(monkeypatch: pytest.MonkeyPatch) ->
             except DisagreementError:
                 seen.append(step)
 
-    weft.VirtualWorld(3).run(program)
+    weft.world.VirtualWorld(3).run(program)
     assert seen == [2, 2, 2]
     monkeypatch.setitem(os.environ, "WEFT_CHECK", "sometimes")
     with pytest.raises(ValueError, match="'sometimes' is not known"):
-        weft.VirtualWorld(2).run(lambda axis: weft.exclusive_scan(torch.ones(1, 1)))
+        weft.world.VirtualWorld(2).run(lambda axis: weft.exclusive_scan(torch.ones(1, 1)))
 
 
 def test_a_trace_can_be_read_back(tmp_path) -> None:
-    run = weft.VirtualWorld(4, weft.Machine(1.0, 8.0, flops=10.0)).run(
+    run = weft.world.VirtualWorld(4, weft.world.Machine(1.0, 8.0, flops=10.0)).run(
         lambda axis: weft.exclusive_scan(torch.ones(2, 2), transition=torch.eye(2), method="doubling")
     )
     run.timeline.save_trace(tmp_path / "trace.json")
@@ -206,7 +208,7 @@ def test_record_inside_a_rank_sees_only_that_rank() -> None:
         return ledger.bytes_sent, {event.rank for event in ledger.events}
 
     with weft.record() as everybody:
-        run = weft.VirtualWorld(3).run(program)
+        run = weft.world.VirtualWorld(3).run(program)
     assert run.results == [(32, {0}), (16, {1}), (0, {2})]
     assert everybody.bytes_sent == 48
 
@@ -216,9 +218,9 @@ def test_record_inside_a_rank_sees_only_that_rank() -> None:
 )
 def test_impossible_machines_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(numbers))):
-        weft.Machine(**{"latency": 0.0, "bandwidth": 1.0, **numbers})
+        weft.world.Machine(**{"latency": 0.0, "bandwidth": 1.0, **numbers})
 
 
 def test_a_world_has_at_least_one_rank() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        weft.VirtualWorld(0)
+        weft.world.VirtualWorld(0)

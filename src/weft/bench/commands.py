@@ -24,7 +24,7 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
     """
     check_at_least(1, repeats=repeats, calls=calls)
     check_file("--json", json)
-    from weft.bench import scan
+    from weft.bench.scan import scan
     from weft.bench.suite import run_on_ranks
 
     facts = {"repeats": repeats, "calls": calls}
@@ -52,7 +52,7 @@ def bench_linear_attention(
     """
     check_at_least(1, tokens=tokens, virtual_ranks=virtual_ranks, h100_ranks=h100_ranks, repeats=repeats)
     check_file("--json", json)
-    from weft.bench import linear_attention
+    from weft.bench.linear_attention import linear_attention
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
@@ -77,7 +77,7 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
     check_file("--json", json)
-    from weft.bench import attention
+    from weft.bench.attention import attention
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
@@ -106,7 +106,7 @@ def bench_rows(
     check_at_least(1, repeats=repeats, smaller=smaller)
     check_at_least(0, warm_steps=warm_steps)
     check_file("--json", json)
-    from weft.bench import rows
+    from weft.bench.rows import rows
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
@@ -135,7 +135,7 @@ def bench_network(
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
     check_file("--json", json)
-    from weft.bench import network
+    from weft.bench.scan import network
     from weft.bench.suite import run_on_ranks
     from weft.world import Machine
 

@@ -51,7 +51,7 @@ def _rekls_speed(
     ranks: int | None, json: Path | None, repeats: int = 7, warm_steps: int = 4, widths: tuple[int, ...] = (128, 256),
     blocks: int = 2,
 ) -> None:  # fmt: skip
-    from weft.bench import rekls
+    from weft.bench.matrix import rekls
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
@@ -62,7 +62,7 @@ def _rekls_speed(
 
 
 def _rekls_quality(ranks: int | None, json: Path | None, seeds: int = 5, steps: int = 300) -> None:
-    from weft.bench import rekls_quality
+    from weft.bench.matrix import rekls_quality
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
@@ -103,8 +103,8 @@ def bench_step(
     check_at_least(1, repeats=repeats, width=width, blocks=blocks, rows=rows, vocabulary=vocabulary, tokens=tokens)
     check_at_least(0, warm_steps=warm_steps)
     check_file("--json", json)
-    from weft.bench import step
-    from weft.bench.step_runs import Sizes
+    from weft.bench.step import step
+    from weft.bench.step.step_runs import Sizes
     from weft.bench.suite import run_on_ranks
     from weft.world import Machine
 
@@ -129,8 +129,8 @@ def bench_step_orders(tries: int = 64, json: Path | None = None) -> None:
     """
     check_at_least(1, tries=tries)
     check_file("--json", json)
-    from weft.bench import step_orders
     from weft.bench.report import Report, describe_machine
+    from weft.bench.step import step_orders
     from weft.bench.suite import measure
 
     report = Report(step_orders.layouts(), json, True, describe_machine(bench="step-orders", tries=tries))
@@ -168,8 +168,8 @@ def bench_train(
     check_at_least(1, repeats=repeats, length=length, batch=batch, width=width, layers=layers)
     check_at_least(2, rows=rows)
     check_file("--json", json)
-    from weft.bench import train
     from weft.bench.suite import run_on_ranks
+    from weft.bench.train import train
 
     settings = {"length": length, "batch": batch, "width": width, "layers": layers}
     run_on_ranks(

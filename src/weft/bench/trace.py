@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.comm import Axis
-from weft.scan import exclusive_scan
+from weft.ops.scan import exclusive_scan
 from weft.world import Machine, VirtualWorld, WorldRun
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from weft.bench.timing import slowest
-from weft.comm.rendezvous import joined_world
+from weft.parallel.rendezvous import joined_world
 from weft.world.launch import ProcessWorld, collect
 
 

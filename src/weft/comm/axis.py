@@ -11,7 +11,7 @@ import torch
 
 from weft.comm.call import Call, Message, start_beside
 from weft.comm.counter import CallCounter
-from weft.comm.tell import tell as start_telling
+from weft.comm.metadata import gather_metadata
 from weft.comm.wire import Pending, Wire
 from weft.errors import CallRecord
 
@@ -89,8 +89,8 @@ class Axis:
         operation: str,
         options: object = None,
         *,
-        tell: Sequence[int] | None = None,
-        tell_each: Sequence[Sequence[int]] | None = None,
+        metadata: Sequence[int] | None = None,
+        metadata_each: Sequence[Sequence[int]] | None = None,
         fault: Exception | None = None,
         of: int | None = None,
     ) -> Call:
@@ -104,46 +104,49 @@ class Axis:
         The first call of an operation (with ``WEFT_CHECK=always`` every call) compares the ranks before anything is
         sent. After that:
 
-        - With ``tell``, a few integers, one small round starts in which every rank tells them, its signature and
-          whether it found a fault. ``call.told.wait()`` gives everybody's integers, by rank, or raises what is wrong on
-          all ranks alike; the group stays good. ``tell_each[r]``, as many integers for every rank, goes to rank r only
-          and is heard after the others.
+        - With ``metadata``, a few integers, one small round starts that gathers them, the signatures, and whether a
+          rank found a fault. ``call.metadata.wait()`` gives everybody's integers, by rank, or raises what is wrong
+          on all ranks alike; the group stays good. ``metadata_each[r]``, as many integers for every rank, goes to
+          rank r only and follows the others.
         - Without it nothing is sent. Messages carry the signature in their tag, so a rank that differs gets no answer,
           and whoever waits too long finds out why.
         """
-        told = len(tell or ()) + (len(tell_each[0]) if tell_each else 0)
-        record = self.counter.next_record(operation, options, fault, told, of)
+        integers = len(metadata or ()) + (len(metadata_each[0]) if metadata_each else 0)
+        record = self.counter.next_record(operation, options, fault, integers, of)
         call = Call(self.wire, self.members, self.rank, self.counter, record)
         if self.size == 1:
             if fault is not None:
                 raise fault
-            call.told = Pending(lambda: [(*(tell or ()), *(tell_each[0] if tell_each else ()))])
+            call.metadata = Pending(lambda: [(*(metadata or ()), *(metadata_each[0] if metadata_each else ()))])
             return call
         self.wire.announce(record)
         if self.counter.must_compare(operation):
             self.wire.agree(record, self.counter.members)
             self.counter.agreed.add(operation)
-        if tell is not None:
-            call.told = start_telling(call, tell, tell_each)
+        if metadata is not None:
+            call.metadata = gather_metadata(call, metadata, metadata_each)
             if fault is not None:
-                call.told.wait()
+                call.metadata.wait()
         elif fault is not None:
             self.wire.refuse(record)
         if fault is not None:
             raise fault
         return call
 
-    def refuse(self, operation: str, fault: Exception, *, tell: int | None = None, tell_each: int = 0) -> NoReturn:
+    def refuse(
+        self, operation: str, fault: Exception, *, metadata: int | None = None, metadata_each: int = 0
+    ) -> NoReturn:
         """Begin a call with a fault of this rank, which is raised here and on all ranks.
 
-        ``tell`` and ``tell_each``: how many integers the others tell, if they do. Where that is not known and wrong,
-        they wait until they find out why, as in calls without ``tell``.
+        ``metadata`` and ``metadata_each``: how many integers the others gather, if they do. Where that is not known and
+        wrong, they wait until they find out why, as in calls without ``metadata``.
         """
-        blank = None if tell is None else [0] * tell
-        self.begin(operation, tell=blank, tell_each=[[0] * tell_each] * self.size if tell_each else None, fault=fault)
+        blank = None if metadata is None else [0] * metadata
+        each = [[0] * metadata_each] * self.size if metadata_each else None
+        self.begin(operation, metadata=blank, metadata_each=each, fault=fault)
         raise AssertionError("a call with a fault does not begin")
 
-    def leave_word(self, operation: str, fault: Exception) -> None:
+    def publish_fault(self, operation: str, fault: Exception) -> None:
         """Leave a fault of something that sends nothing where ranks that wait for this one will find it.
 
         Nobody is waited for, and no call is counted: it is forgotten when this rank makes its next call.

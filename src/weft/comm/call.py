@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.comm import ledger
 from weft.comm.counter import CallCounter
-from weft.comm.path import Path
+from weft.comm.schedule import Path
 from weft.comm.wire import Pending, Wire, WireMessage
 from weft.errors import CallRecord
 
@@ -39,11 +39,11 @@ class Call:
     Ranks are those of the axis. Sums over ranks are in rank order and at least in fp32: same inputs, same bits.
     """
 
-    __slots__ = ("_in_lane", "counter", "members", "rank", "record", "told", "wire")
+    __slots__ = ("_in_lane", "counter", "members", "metadata", "rank", "record", "wire")
 
     def __init__(self, wire: Wire, members: Sequence[int], rank: int, counter: CallCounter, record: CallRecord) -> None:
         self.wire, self.members, self.rank, self.counter, self.record = wire, members, rank, counter, record
-        self.told: Pending[list[tuple[int, ...]]] = Pending(list)
+        self.metadata: Pending[list[tuple[int, ...]]] = Pending(list)
         self._in_lane = False
 
     @property
@@ -105,7 +105,7 @@ class Call:
         incoming = [(self.members[at], tag, tensor) for at, tensor in receives if tensor.numel()]
         if not ledger.is_recording():
             return self.wire.exchange_on_host(self.record, outgoing, incoming)
-        event = self._enter(f"{self.record.operation}.tell", outgoing, incoming)
+        event = self._enter(f"{self.record.operation}.metadata", outgoing, incoming)
         return self._recorded(self.wire.exchange_on_host(self.record, outgoing, incoming), event)
 
     def _enter(self, operation: str, sends: Sequence[WireMessage], receives: Sequence[WireMessage]) -> ledger.Event:

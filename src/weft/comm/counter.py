@@ -30,7 +30,7 @@ class CallCounter:
     _signatures: dict[object, tuple[Signature, int]] = field(default_factory=dict)
 
     def next_record(
-        self, operation: str, options: object, fault: Exception | None, told: int = 0, of: int | None = None
+        self, operation: str, options: object, fault: Exception | None, integers: int = 0, of: int | None = None
     ) -> CallRecord:
         """Number a call. Its tag mixes number and options, so that ranks who disagree never exchange data.
 
@@ -47,9 +47,9 @@ class CallCounter:
         words, digest = self._signatures[key]
         reason = None if fault is None else fault_of(fault)
         if of is None:
-            return CallRecord(self.name, self.calls, operation, words, mix(digest, self.calls), reason, told)
+            return CallRecord(self.name, self.calls, operation, words, mix(digest, self.calls), reason, integers)
         words = (*words, ("of_call", str(of)))
-        return CallRecord(self.name, self.calls, operation, words, mix(digest, of), reason, told)
+        return CallRecord(self.name, self.calls, operation, words, mix(digest, of), reason, integers)
 
     def refused_record(self, operation: str, fault: Exception) -> CallRecord:
         """Of a call that is not made: it has the number of the next one, and is not counted."""

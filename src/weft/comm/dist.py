@@ -133,7 +133,7 @@ class DistWire:
     def exchange_on_host(
         self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
     ) -> Pending[None]:
-        return self.exchange(record, sends, self.expect(record, receives, "tell"), "tell")
+        return self.exchange(record, sends, self.expect(record, receives, "metadata"), "metadata")
 
     def finish(self, record: CallRecord, messages: Sequence[WireMessage], works: Sequence[Any], kind: str) -> None:
         """Wait for messages; one that fails is explained."""

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait under way. ``kind``: for "data", for what ranks "tell" at its beginning, or to "agree" before it."""
+    """A wait under way. ``kind``: for "data", for the "metadata" at its beginning, or to "agree" before it."""
 
     since: float
     record: CallRecord
@@ -216,16 +216,16 @@ class HangDetector:
                 for record in _load(records):
                     heard.setdefault((record.counter, record.number), {})[rank] = record
         for call in sorted(stuck.keys() & heard.keys()):
-            rounds = {(record.operation, record.told) for record in heard[call].values()}
+            rounds = {(record.operation, record.integers) for record in heard[call].values()}
             # Ranks that agree first, or tell in the same round, find out by themselves when the last one comes.
-            resolves = stuck[call] <= {"agree"} or (stuck[call] <= {"agree", "tell"} and len(rounds) == 1)
+            resolves = stuck[call] <= {"agree"} or (stuck[call] <= {"agree", "metadata"} and len(rounds) == 1)
             if not resolves and (diagnosis := diagnose(heard[call], self._size)):
                 return diagnosis
         return None
 
 
 def _dump(records: list[CallRecord]) -> str:
-    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault, r.told] for r in records])
+    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault, r.integers] for r in records])
 
 
 def _load(text: bytes | str) -> list[CallRecord]:

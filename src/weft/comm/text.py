@@ -22,10 +22,10 @@ def share_text(axis: Axis, operation: str, mine: str) -> list[str]:
     ['hello']
     """
     data = mine.encode()
-    sizes = [size for (size,) in axis.begin(f"{operation}.size", tell=[len(data)]).told.wait()]
+    sizes = [size for (size,) in axis.begin(f"{operation}.size", metadata=[len(data)]).metadata.wait()]
     longest = -(-max(sizes) // 8)
     padded = data.ljust(8 * longest, b"\0")
-    told = axis.begin(f"{operation}.text", _Options(longest), tell=_integers(padded)).told.wait()
+    told = axis.begin(f"{operation}.text", _Options(longest), metadata=_integers(padded)).metadata.wait()
     return [_bytes(row)[:size].decode() for row, size in zip(told, sizes, strict=True)]
 
 

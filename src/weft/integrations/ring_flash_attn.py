@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.attention import attention, head_strides
 from weft.comm import Axis
-from weft.sequence import Sequence
-from weft.sequence.layout import shard_lengths
-from weft.sequence.sequence import Bounds, document_at
+from weft.ops.attention import attention, head_strides
+from weft.ops.sequence import Sequence
+from weft.ops.sequence.layout import shard_lengths
+from weft.ops.sequence.sequence import Bounds, document_at
 
 Window = tuple[int, int]
 Out = Tensor | tuple[Tensor, Tensor, None]
@@ -82,7 +82,7 @@ def _ring(
 ) -> Out:  # fmt: skip
     axis = Axis.of(group)
     if fault := _find_fault(name, axis.rank, dropout_p, alibi_slopes):
-        axis.begin("attention", tell=(0,), fault=fault)
+        axis.begin("attention", metadata=(0,), fault=fault)
     out, lse = attention(
         q, k, v, causal=causal, scale=softmax_scale, window=window_size, layout=layout, method="ring",
         return_lse=True, group=axis,
@@ -196,9 +196,9 @@ def _find_documents(
     of_q, of_k = (one.tolist() for one in bounds)
     mine = [length, *longest, keys.start or 0, keys.stop or 0, int(causal), len(of_q), *of_q, *of_k]
     name = "llama3_flash_attn_varlen_func"
-    sizes = [told[0] for told in axis.begin(name, tell=(len(mine),), fault=fault).told.wait()]
+    sizes = [told[0] for told in axis.begin(name, metadata=(len(mine),), fault=fault).metadata.wait()]
     padded = (*mine, *[0] * (max(sizes) - len(mine)))
-    rows = axis.begin(f"{name}.documents", tell=padded).told.wait()
+    rows = axis.begin(f"{name}.documents", metadata=padded).metadata.wait()
     sequence = _join([list(row[:size]) for row, size in zip(rows, sizes, strict=True)], axis)
     if known is not None:
         axis.counter.cache["llama3 documents"] = tuple(weakref.ref(one) for one in bounds), known, sequence

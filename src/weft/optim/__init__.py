@@ -2,10 +2,10 @@
 
 from weft.optim.broadcast import broadcast_parameters
 from weft.optim.clip import clip_grad_norm_
-from weft.optim.overlapped_step import OverlappedStep
-from weft.optim.part import StepPart
-from weft.optim.rekls import REKLS
-from weft.optim.row_adam import RowAdam
-from weft.optim.sharded_adamw import ShardedAdamW
+from weft.optim.matrix.rekls import REKLS
+from weft.optim.rows.adam import RowAdam
+from weft.optim.slices.adamw import ShardedAdamW
+from weft.optim.step.overlapped import OverlappedStep
+from weft.optim.step.part import StepPart
 
 __all__ = ["REKLS", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart", "broadcast_parameters", "clip_grad_norm_"]

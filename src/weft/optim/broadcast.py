@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, kind_of, read, show
-from weft.comm.dtensor import is_dtensor, local_of, shard_place
-from weft.comm.parcel import exchange_parcels
-from weft.embedding import RowTable
+from weft.comm.coalesced import exchange_coalesced
+from weft.ops.embedding import RowTable
+from weft.parallel.dtensor import is_dtensor, local_of, shard_place
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ def broadcast_parameters(
     axis = Axis.of(group)
     found = read("broadcast_parameters", axis.rank, lambda: _read(module_or_parameters, source, axis))
     if isinstance(found, Exception):
-        axis.refuse("broadcast_parameters", found, tell=0)
+        axis.refuse("broadcast_parameters", found, metadata=0)
     options, tensors = found
-    call = axis.begin("broadcast_parameters", options, tell=[])
-    call.told.wait()
+    call = axis.begin("broadcast_parameters", options, metadata=[])
+    call.metadata.wait()
     shared = [local_of(one).detach() for one in _find_shared(tensors, axis)]
     filled = [one for one in shared if one.numel()]
     if not filled or axis.size == 1:
         return
     if axis.rank == source:
         packed = [one.contiguous() for one in filled]
-        exchange_parcels(call, [(rank, packed) for rank in call.others], []).wait()
+        exchange_coalesced(call, [(rank, packed) for rank in call.others], []).wait()
         return
     room = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in filled]
-    exchange_parcels(call, [], [(source, room)]).wait()
+    exchange_coalesced(call, [], [(source, room)]).wait()
     for one, value in zip(filled, room, strict=True):
         one.copy_(value)
 
@@ -88,7 +88,7 @@ def _find_shared(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     cut = [one for one in tensors if is_dtensor(one)]
     if not cut:
         return tensors
-    told = axis.begin("broadcast_parameters.shards", tell=[shard_place(one) for one in cut]).told.wait()
+    told = axis.begin("broadcast_parameters.shards", metadata=[shard_place(one) for one in cut]).metadata.wait()
     left: set[int] = set()
     for one, column in zip(cut, zip(*told, strict=True), strict=True):
         if len(set(column)) not in (1, axis.size):

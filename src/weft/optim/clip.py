@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
-from weft.comm.dtensor import is_dtensor, whole_of
 from weft.comm.modes import outside_autocast
-from weft.embedding import RowTable
+from weft.ops.embedding import RowTable
+from weft.parallel.dtensor import is_dtensor, whole_of
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def clip_grad_norm_(
     name, rank = "clip_grad_norm_", Axis.of(None).rank
     listed = read(name, rank, lambda: _list(parameters, rank))
     if isinstance(listed, Exception):  # whose ranks wait is not known: those of WORLD are told
-        Axis.of(None).leave_word(name, listed)
+        Axis.of(None).publish_fault(name, listed)
         raise listed
     tables = [table for table in (getattr(one, "row_table", None) for one in listed) if isinstance(table, RowTable)]
     if fault := _find_fault(max_norm, norm_type, error_if_nonfinite, rank):
         axes = [axis for axis, _ in _by_axis(tables)]
         for axis in axes[1:]:
-            axis.leave_word(name, fault)
+            axis.publish_fault(name, fault)
         if not axes:  # nothing is sent
             raise fault
         axes[0].refuse(name, fault)

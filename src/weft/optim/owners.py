@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Pending
-from weft.comm.parcel import exchange_parcels
+from weft.comm.coalesced import exchange_coalesced
 
 Place = tuple[int, ...]  # a rank on each axis
 
@@ -83,7 +83,7 @@ Held = list[Tensor | None]
 Hop = Callable[[Held], Pending[Held]]
 
 
-class Travel:
+class Transfer:
     """Tensors on their way along several axes; the first part is under way once this is made."""
 
     def __init__(self, hops: Iterable[Hop], held: Held) -> None:
@@ -130,18 +130,18 @@ class Owners:
         """The load of the busiest owner over the mean."""
         return max(self._loads.values()) * len(self._loads) / (sum(self._loads.values()) or 1.0)
 
-    def gather(self, name: str, routes: Sequence[Route], pieces: Sequence[Tensor | None]) -> Travel:
+    def gather(self, name: str, routes: Sequence[Route], pieces: Sequence[Tensor | None]) -> Transfer:
         """Start this rank's ``pieces`` to their owners; ``wait()`` gives whole tensors here, None for those of others.
 
         None for a piece that is not here. Pieces must not be changed until then.
         """
         held = [piece if self._is_asked(route) else None for route, piece in zip(routes, pieces, strict=True)]
-        return Travel([self._hop_to(name, level, routes) for level in range(len(self.axes))], held)
+        return Transfer([self._hop_to(name, level, routes) for level in range(len(self.axes))], held)
 
-    def scatter(self, name: str, routes: Sequence[Route], wholes: Sequence[Tensor | None]) -> Travel:
+    def scatter(self, name: str, routes: Sequence[Route], wholes: Sequence[Tensor | None]) -> Transfer:
         """Start whole tensors (None: of another owner) from their owners; ``wait()`` gives this rank's pieces."""
         levels = reversed(range(len(self.axes)))
-        return Travel([self._hop_from(name, level, routes) for level in levels], list(wholes))
+        return Transfer([self._hop_from(name, level, routes) for level in levels], list(wholes))
 
     def _is_asked(self, route: Route) -> bool:
         """Of ranks that have the same, only the one in the owner's row sends it."""
@@ -174,7 +174,7 @@ class Owners:
                     if rank != axis.rank:
                         receives[rank].append(part)
             call = self._lines[level].begin(f"{name}.to_owners", _Options(level, len(routes)))
-            pending = exchange_parcels(call, _filled(sends), _filled(receives))
+            pending = exchange_coalesced(call, _filled(sends), _filled(receives))
 
             def finish() -> Held:
                 pending.wait()
@@ -210,7 +210,7 @@ class Owners:
                     if rank != axis.rank:
                         sends[rank].append(piece.contiguous())
             call = self._lines[level].begin(f"{name}.from_owners", _Options(level, len(routes)))
-            pending = exchange_parcels(call, _filled(sends), _filled(receives))
+            pending = exchange_coalesced(call, _filled(sends), _filled(receives))
 
             def finish() -> Held:
                 pending.wait()

@@ -18,8 +18,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from weft.sequence.layout import find_layout_fault, shard_lengths
-from weft.sequence.shard import cut
+from weft.ops.sequence.layout import find_layout_fault, shard_lengths
+from weft.ops.sequence.shard import cut
 from weft.train.corpus import Corpus
 from weft.train.read_ahead import ReadAhead
 

@@ -16,24 +16,24 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from weft.comm.checkpoint import find_format_fault
-from weft.comm.local_rank import LocalRank
-from weft.comm.mesh import make_mesh
-from weft.comm.rendezvous import joined_world
 from weft.errors import CommError
+from weft.parallel.checkpoint import find_format_fault
+from weft.parallel.local_rank import LocalRank
+from weft.parallel.mesh import make_mesh
+from weft.parallel.rendezvous import joined_world
+from weft.report.page import write_report
 from weft.train.config import TrainConfig, fit_mesh, read_config
 from weft.train.metrics import MetricsFile, read_lines
 from weft.train.progress import ProgressLine, show_config, traffic_table
-from weft.train.report import write_report
 from weft.train.run_folder import (
     CHECKPOINTS,
     CONFIG,
     RunLock,
     check_new,
     check_resumable,
-    forget_halves,
     is_run,
     list_checkpoints,
+    remove_partial,
     run_of,
     saved_settings,
     step_folder,
@@ -176,7 +176,7 @@ def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
             lock = RunLock(config.out)
         except ValueError as error:
             fault = error
-    told = mesh.world.begin("train.folder", tell=[int(again)], fault=fault).told.wait()
+    told = mesh.world.begin("train.folder", metadata=[int(again)], fault=fault).metadata.wait()
     begun = dataclasses.replace(config, resume="auto") if told[0][0] else config  # by another life of the ranks
     try:
         with StopRequest(config.grace) as stop:
@@ -225,7 +225,7 @@ def _run(config: TrainConfig, trainer: Trainer) -> None:
 
 def _write_steps(config: TrainConfig, trainer: Trainer) -> None:
     (config.out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    forget_halves(config.out)
+    remove_partial(config.out)
     write_whole(config.out / CONFIG, config.as_json())
     weights = sum(parameter.numel() for name, parameter in trainer.model.named_parameters() if "bigrams" not in name)
     table = config.table_rows * config.width

@@ -28,7 +28,7 @@ _PREFIXES = {
 def family_of(operation: str) -> str:
     """The family of a ledger's operation; what ranks tell each other beside all families is "agreeing".
 
-    >>> family_of("attention.backward"), family_of("sequence.tell")
+    >>> family_of("attention.backward"), family_of("sequence.metadata")
     ('softmax attention', 'agreeing')
     """
     return _PREFIXES.get(operation.partition(".")[0], "agreeing")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
-from weft.comm.mesh import ParallelMesh
-from weft.comm.tensor_parallel import cut_over_tensor_ranks
-from weft.sequence import Sequence
+from weft.ops.sequence import Sequence
+from weft.parallel.mesh import ParallelMesh
+from weft.parallel.tensor_parallel import cut_over_tensor_ranks
 from weft.train.config import TrainConfig
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
-from weft.comm.mesh import ParallelMesh
+from weft.parallel.mesh import ParallelMesh
 from weft.train.config import TrainConfig
 from weft.train.mixers import Block, Cache, DecodeState, Place
 

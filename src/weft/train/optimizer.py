@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import weft
-from weft.comm.mesh import ParallelMesh
+from weft.parallel.mesh import ParallelMesh
 from weft.train.config import TrainConfig
 from weft.train.model import LanguageModel
 
@@ -28,32 +28,32 @@ def sort_parameters(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, 
     return matrices, decayed, plain
 
 
-def make_step(config: TrainConfig, model: LanguageModel, mesh: ParallelMesh) -> weft.OverlappedStep:
+def make_step(config: TrainConfig, model: LanguageModel, mesh: ParallelMesh) -> weft.optim.OverlappedStep:
     """One step for all parameters of a model, wrapped or not."""
     matrices, decayed, plain = sort_parameters(model)
-    rows = weft.RowAdam([("bigrams.weight", model.bigrams.weight)], lr=config.lr_rows)
+    rows = weft.optim.RowAdam([("bigrams.weight", model.bigrams.weight)], lr=config.lr_rows)
     decay = config.weight_decay
     options: dict[str, Any] = {"lr": config.lr, "variant": config.variant}
     if config.wrap == "weft":
         parts: list[Any] = [
-            weft.REKLS(
+            weft.optim.REKLS(
                 list(matrices.items()), weight_decay=decay, group=mesh.tensor, data_group=mesh.tokens, **options
             ),
-            weft.ShardedAdamW(
+            weft.optim.ShardedAdamW(
                 [{"params": list(decayed.items()), "weight_decay": decay},
                  {"params": list(plain.items()), "weight_decay": 0.0}],
                 lr=config.lr_adamw, group=mesh.tokens, **ADAMW,
             ),
             rows,
         ]  # fmt: skip
-        return weft.OverlappedStep(parts, clip=config.clip, overlap_backward=True)
+        return weft.optim.OverlappedStep(parts, clip=config.clip, overlap_backward=True)
     by_adamw = {"algorithm": "adamw", "lr": config.lr_adamw, **ADAMW}
     groups: list[dict[str, Any]] = [
         {"params": list(matrices.items()), "weight_decay": decay},
         {"params": list(decayed.items()), "weight_decay": decay, **by_adamw},
         {"params": list(plain.items()), "weight_decay": 0.0, **by_adamw},
     ]
-    return weft.OverlappedStep([weft.REKLS(groups, group=mesh.tokens, **options), rows], clip=config.clip)
+    return weft.optim.OverlappedStep([weft.optim.REKLS(groups, group=mesh.tokens, **options), rows], clip=config.clip)
 
 
 def rate_at(config: TrainConfig, step: int) -> float:
@@ -68,7 +68,7 @@ def rate_at(config: TrainConfig, step: int) -> float:
     return config.lr_end + (1 - config.lr_end) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def set_rates(config: TrainConfig, step: weft.OverlappedStep, factor: float) -> None:
+def set_rates(config: TrainConfig, step: weft.optim.OverlappedStep, factor: float) -> None:
     """The rates of all parts."""
     for name, part in step.parts.items():
         for group in part.param_groups:
@@ -77,7 +77,7 @@ def set_rates(config: TrainConfig, step: weft.OverlappedStep, factor: float) -> 
             group["lr"] = base * factor
 
 
-def names_of(model: nn.Module, step: weft.OverlappedStep) -> list[str]:
+def names_of(model: nn.Module, step: weft.optim.OverlappedStep) -> list[str]:
     """The name of each parameter, in the order in which the step numbers them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in step.param_groups for parameter in group["params"]]

@@ -49,7 +49,7 @@ class Resumption:
                 chosen = str(next(self._candidates, ("",))[0])
             except ValueError as error:
                 fault = error
-        self._world.begin("train.resume", tell=[], fault=fault).told.wait()
+        self._world.begin("train.resume", metadata=[], fault=fault).metadata.wait()
         chosen = share_text(self._world, "train.resume", chosen)[0]
         if not chosen:
             return
@@ -59,7 +59,7 @@ class Resumption:
             self._check_settings(self.facts)
         except ValueError as error:
             fault = error
-        self._world.begin("train.resume.settings", tell=[], fault=fault).told.wait()
+        self._world.begin("train.resume.settings", metadata=[], fault=fault).metadata.wait()
 
     def _check_settings(self, facts: dict[str, Any]) -> None:
         """Every setting that is not as it was takes effect from here on, or is refused by name."""
@@ -115,7 +115,7 @@ class Resumption:
             raise
         except Exception as error:  # whatever is in the files, the one before is as good as ever
             words = f"{error}".removeprefix("train: ") or type(error).__name__
-        failed = self._world.begin("train.load", tell=[int(bool(words))]).told.wait()
+        failed = self._world.begin("train.load", metadata=[int(bool(words))]).metadata.wait()
         if not any(number for (number,) in failed):
             return ""
         return next(text for text in share_text(self._world, "train.load", words) if text).splitlines()[0]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.comm import checkpoint
+from weft.parallel import checkpoint
 from weft.train.config import TrainConfig, read_config, take_settings
 from weft.train.metrics import split_lines
 from weft.train.small_file import is_plain_file, write_whole
@@ -145,7 +145,7 @@ def was_begun_by_this_job(run: Path) -> bool:
 # Checkpoints.
 
 
-def forget_halves(run: Path) -> None:
+def remove_partial(run: Path) -> None:
     """Remove what killed writes have left."""
     for folder in (run / CHECKPOINTS).glob("step-*.partial"):
         if step_of(folder.with_suffix("")) is not None:

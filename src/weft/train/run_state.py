@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.comm import checkpoint
+from weft.parallel import checkpoint
 from weft.train.config import TrainConfig
 from weft.train.model import LanguageModel
 from weft.train.optimizer import names_of
@@ -77,7 +77,7 @@ def say_what_is_whole(run: Path) -> str:
     return f"{before} is whole" if before is not None else "there is no whole checkpoint before it"
 
 
-def tensors_of(model: LanguageModel, step: weft.OverlappedStep) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def tensors_of(model: LanguageModel, step: weft.optim.OverlappedStep) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors by name, parameter groups) of a run's state; all ranks must ask."""
     saved = step.state_dict()  # first: it brings rows up to date
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -89,7 +89,7 @@ def tensors_of(model: LanguageModel, step: weft.OverlappedStep) -> tuple[dict[st
 class StateToLoad:
     """Weights and optimizer state that a checkpoint of any mesh is read into, and taken over once all ranks have it."""
 
-    def __init__(self, model: LanguageModel, step: weft.OverlappedStep) -> None:
+    def __init__(self, model: LanguageModel, step: weft.optim.OverlappedStep) -> None:
         """All ranks must make one."""
         self._model, self._step = model, step
         tensors, self._saved = tensors_of(model, step)

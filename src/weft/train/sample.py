@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import checkpoint
-from weft.comm.mesh import make_mesh
+from weft.parallel import checkpoint
+from weft.parallel.mesh import make_mesh
 from weft.train.config import take_settings
 from weft.train.corpus import BYTES
 from weft.train.model import LanguageModel

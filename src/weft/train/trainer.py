@@ -13,9 +13,9 @@ from torch import Tensor
 
 import weft
 from weft.comm import Ledger, Pending, record
-from weft.comm.mesh import ParallelMesh
 from weft.comm.text import share_text
-from weft.comm.torch_parallel import wrap_with_ddp_beside_tables, wrap_with_fsdp2
+from weft.parallel.mesh import ParallelMesh
+from weft.parallel.wrappers import wrap_with_ddp_beside_tables, wrap_with_fsdp2
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
 from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
@@ -112,14 +112,14 @@ class Trainer:
         except ValueError as error:
             fault = error
         common = _Common(replace(config, data=None).as_json(), corpus.digest) if corpus else None
-        self.mesh.world.begin("train", common, tell=[], fault=fault).told.wait()
+        self.mesh.world.begin("train", common, metadata=[], fault=fault).metadata.wait()
         assert corpus is not None
         return corpus
 
     def _make_model(self, vocabulary: int) -> LanguageModel:
         return LanguageModel(self.config, vocabulary, self.mesh)
 
-    def _make_step(self) -> weft.OverlappedStep:
+    def _make_step(self) -> weft.optim.OverlappedStep:
         return make_step(self.config, self.model, self.mesh)
 
     def _wrap(self) -> Any:
@@ -175,7 +175,7 @@ class Trainer:
             # Gradients are averaged over the ranks that have other tokens; each has its part of a sum over all.
             (total * (self.mesh.tokens.size / self._tokens_of_step)).backward()
             if config.tune and self.done == config.tune:
-                self.step.tune(weft.Machine(latency=50e-6, bandwidth=1e9), show=False)
+                self.step.tune(weft.world.Machine(latency=50e-6, bandwidth=1e9), show=False)
             self.step.step()
             self.step.zero_grad()
             shown = float(loss.wait()) / self._tokens_of_step
@@ -251,5 +251,5 @@ class Trainer:
                 fault = ValueError(
                     f"train: what came after step {self.done} in {config.out} cannot be moved aside: {error.strerror}"
                 )
-        self.mesh.world.begin("train.back", tell=[], fault=fault).told.wait()
+        self.mesh.world.begin("train.back", metadata=[], fault=fault).metadata.wait()
         return int(facts["position"])

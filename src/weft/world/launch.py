@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 from weft.comm.axis import Axis
-from weft.comm.rendezvous import gloo_world, open_store
 from weft.errors import RankError, name_failing_rank
-from weft.parts import PARTS
+from weft.parallel.rendezvous import gloo_world, open_store
+from weft.parts import PUBLIC
 from weft.world.local_ranks import GRACE, check_count
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class ProcessWorld:
         self._store = open_store()
         context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
         if os.name == "posix":
-            context.set_forkserver_preload(list(PARTS))
+            context.set_forkserver_preload(list(PUBLIC))
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         try:
@@ -161,7 +161,7 @@ def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if (getattr(fn, "__module__", None) == "__main__") if file is None else not os.path.exists(file):
         raise TypeError(
             f"launch: {name} is called from a notebook or from standard input, which ranks cannot import; put it into "
-            f"a file, or run it in a weft.VirtualWorld"
+            f"a file, or run it in a weft.world.VirtualWorld"
         )
     try:
         return pickle.dumps((fn, args))
@@ -185,8 +185,8 @@ def _loaded_job(job: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def collect(axis: Axis, value: T) -> list[T]:
     """Everybody's value on every rank, for reports; values are pickled."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    call = axis.begin("collect", tell=(len(data),))
-    told = call.told.wait()
+    call = axis.begin("collect", metadata=(len(data),))
+    told = call.metadata.wait()
     parts = call.all_gather(data, [size for (size,) in told]).wait()
     return [pickle.loads(bytes(part.tolist())) for part in parts]
 

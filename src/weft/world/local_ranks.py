@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from weft.comm.local_rank import LocalRank
-from weft.comm.rendezvous import loopback_settings, open_store
+from weft.parallel.local_rank import LocalRank
+from weft.parallel.rendezvous import loopback_settings, open_store
 
 GRACE = 10.0  # seconds the other ranks have to end by themselves after one has failed
 PATIENCE = 120.0  # seconds that all have after a signal: to finish a step and save

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.attention import attention
-from weft.sequence import Sequence
+from weft.ops.attention import attention
+from weft.ops.sequence import Sequence
 
 # What a mask may be made of. An overlay that is not here (images, chunks, blocks) would be lost.
 PLAIN_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")

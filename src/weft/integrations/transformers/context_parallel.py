@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from weft.attention.methods import METHODS
 from weft.comm import Axis
 from weft.integrations.transformers.batch import KEY, WholeBatch, shard_batch
 from weft.integrations.transformers.data import DataRankLoader, DataRankSampler, ShardingCollator
 from weft.integrations.transformers.enabled import Enabled, load_transformers, register
 from weft.integrations.transformers.model_faults import find_model_fault
-from weft.sequence import Sequence
-from weft.sequence.layout import find_layout_fault
+from weft.ops.attention.methods import METHODS
+from weft.ops.sequence import Sequence
+from weft.ops.sequence.layout import find_layout_fault
 
 # Every model that is context-parallel now, of whichever ContextParallel.
 _enabled: weakref.WeakKeyDictionary[Any, Enabled] = weakref.WeakKeyDictionary()
@@ -70,7 +70,7 @@ class ContextParallel:
         fault = self._find_fault(model)
         fault = fault or register(self.name, self.axis.rank)
         options = None if fault else _Options(type(model).__name__, _sizes_of(model), self.layout, self.method)
-        self.axis.begin("ContextParallel.enable", options, tell=(), fault=fault).told.wait()
+        self.axis.begin("ContextParallel.enable", options, metadata=(), fault=fault).metadata.wait()
         enabled = Enabled(model, self.axis, self.layout, self.method, self.name)
         enabled.resume()
         _enabled[model] = enabled

@@ -12,7 +12,7 @@ from weft.comm import Axis
 from weft.errors import name_ranks
 from weft.integrations.transformers.attention import Forward, attend, running, see
 from weft.integrations.transformers.batch import KEY, WholeBatch
-from weft.sequence import Sequence
+from weft.ops.sequence import Sequence
 
 VERSIONS = "4.57 to 5"
 
@@ -119,7 +119,7 @@ class Enabled:
             options = _Options(type(model).__name__, self.layout, model.training, "labels" in keywords)
             items = keywords.get("num_items_in_batch")
             numbers = whole.digest, whole.rows, whole.length, 0 if items is None else int(items)
-        told = self.axis.begin("ContextParallel.forward", options, tell=numbers, fault=fault).told.wait()
+        told = self.axis.begin("ContextParallel.forward", options, metadata=numbers, fault=fault).metadata.wait()
         self._compare(told)
         documents = set(whole.documents or (None,))
         rows = [next(iter(documents))] if len(documents) == 1 else whole.documents

@@ -1,6 +1,0 @@
-"""Softmax attention over a sharded sequence: gather by head strides, ring and ulysses."""
-
-from weft.attention.operation import attention
-from weft.attention.strides import head_strides
-
-__all__ = ["attention", "head_strides"]

@@ -1,0 +1,1 @@
+"""Benchmarks of linear attention and its kernels."""

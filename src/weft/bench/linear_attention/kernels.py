@@ -1,0 +1,149 @@
+"""`weft kernels`: the Triton kernels compiled for GPUs that need not be there, and what a roofline says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.bench.linear_attention import kernel_phases
+from weft.bench.report import Column, Layout, Report
+from weft.world.machine import PRESETS, Machine
+
+if TYPE_CHECKING:
+    from weft.ops.linear_attention.fused.ahead import Compiled, Counted, Shape
+
+COLUMNS = (
+    Column("decay", "decay", "{}"),
+    Column("kernel", "kernel", "{}"),
+    Column("target", "sm", "{}"),
+    Column("shape", "K=V, chunk, dtype", "{}"),
+    Column("registers", "regs", "{:d}"),
+    Column("spilled", "spill", "{:d}"),
+    Column("shared_kilobytes", "smem KB", "{:.0f}"),
+    Column("matrix", "mma", "{:d}"),
+    Column("resident", "per SM", "{:d}"),
+    Column("intensity", "FLOP/byte", "{:.1f}"),
+    Column("percent_of_peak", "% of peak", "{:.0f}"),
+    Column("percent_of_roof", "% of roof", "{:.0f}"),
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DECAYS = ("none", "constant", "scalar", "vector")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What limits how many programs a multiprocessor holds; shared memory is in bytes."""
+
+    preset: str
+    processors: int
+    shared: int
+    shared_of_program: int
+    registers: int = 65536
+    warps: int = 64
+    programs: int = 32
+
+    @property
+    def machine(self) -> Machine:
+        return PRESETS[self.preset]
+
+    def resident(self, registers: int, shared: int, warps: int) -> int:
+        """Programs a multiprocessor holds at once; it hands out registers by 8 for each thread, shared memory by KB."""
+        by_registers = self.registers // (-(-registers // 8) * 8 * 32 * warps)
+        by_shared = self.shared // (-(-shared // 1024) * 1024 + 1024)
+        return min(by_registers, by_shared, self.warps // warps, self.programs)
+
+
+GPUS = {
+    80: Gpu("a100", 108, 164 * 1024, 163 * 1024),
+    90: Gpu("h100", 132, 228 * 1024, 227 * 1024),
+    100: Gpu("b200", 148, 228 * 1024, 227 * 1024),
+}
+
+
+def layouts(tokens: int, heads: int) -> dict[str, Layout]:
+    """The tables of this command."""
+    return {
+        "kernels": Layout(f"kernels of linear attention, two stages, B1 T{tokens} H{heads}", COLUMNS),
+        "phases": Layout(f"phases, for one token and head of B1 T{tokens} H{heads}", kernel_phases.COLUMNS),
+    }
+
+
+def shapes(
+    decays: Sequence[str], dims: Sequence[int], chunks: Sequence[int], dtypes: Sequence[str], tokens: int, heads: int
+) -> list[Shape]:
+    """The classes of inputs; gates are fp32, as models keep them."""
+    from weft.ops.linear_attention.fused.ahead import Shape
+
+    for word, given, known in (("decay", decays, DECAYS), ("dtype", dtypes, tuple(DTYPES))):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{word} {name!r} is not one of {', '.join(known)}")
+    return [
+        Shape(decay, dim, dim, chunk, DTYPES[dtype], heads=heads, tokens=tokens)
+        for decay in decays
+        for dim in dims
+        for chunk in chunks
+        for dtype in dtypes
+    ]
+
+
+def run(report: Report, todo: Sequence[Shape], capabilities: Sequence[int]) -> list[str]:
+    """Compile everything and fill the tables; returns what is wrong, a sentence for each kernel."""
+    from weft.ops.linear_attention.fused.ahead import compile_for, launches
+
+    for capability in capabilities:
+        if capability not in GPUS:
+            raise ValueError(f"compute capability {capability} is not one of {', '.join(map(str, GPUS))}")
+    kernel_phases.run(report, [(shape, describe_shape(shape)) for shape in todo])
+    faults = []
+    counted = [(shape, one) for shape in todo for one in launches(shape)]
+    with report.progress(len(counted) * len(capabilities), "compiling") as advance:
+        for shape, one in counted:
+            for capability in capabilities:
+                row = describe(shape, one, compile_for(one.launch, capability), capability)
+                report.add("kernels", row)
+                where = f"{row['kernel']}, {row['decay']} decay, {row['shape']}, sm_{capability}"
+                if row["spilled"]:
+                    faults.append(f"{where}: {row['spilled']} bytes of registers are spilled")
+                if row["shared_kilobytes"] * 1024 > GPUS[capability].shared_of_program:
+                    faults.append(f"{where}: {row['shared_kilobytes']:.0f} KB of shared memory are too many")
+                advance()
+    return faults
+
+
+def describe_shape(shape: Shape) -> str:
+    """K (= V), chunk and dtype."""
+    return f"{shape.keys}, {shape.chunk}, {next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)}"
+
+
+def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) -> dict[str, Any]:
+    """A row: what the compiler made, and the prediction.
+
+    "% of peak" is the rate of tf32 products that memory allows at this intensity; "% of roof" is how much of that is
+    left when the last wave of programs does not fill all multiprocessors.
+    """
+    gpu = GPUS[capability]
+    machine = gpu.machine
+    programs = 1
+    for count in one.launch.grid:
+        programs *= count
+    resident = gpu.resident(compiled.registers, compiled.shared, one.launch.warps)
+    at_once = max(1, resident * gpu.processors)
+    back = {"chunk_states": " (q, do)", "scan_pieces": " (back)"} if one.launch.constants.get("REVERSE") else {}
+    return {
+        "decay": shape.gate,
+        "kernel": one.name + back.get(one.name, ""),
+        "target": str(capability),
+        "shape": describe_shape(shape),
+        "registers": compiled.registers,
+        "spilled": compiled.spilled,
+        "shared_kilobytes": compiled.shared / 1024,
+        "matrix": compiled.matrix,
+        "resident": resident,
+        "intensity": one.flops / one.size,
+        "percent_of_peak": 100 * min(1.0, one.flops / one.size * machine.memory_bandwidth / machine.flops),
+        "percent_of_roof": 100 * programs / (-(-programs // at_once) * at_once),
+    }

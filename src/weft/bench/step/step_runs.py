@@ -1,0 +1,258 @@
+"""The steps that `weft bench step` measures: a small model's parameters, their gradients, and one way to step them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.bench.matrix.rekls_runs import SHAPES
+from weft.bench.timing import line_up, peak_memory
+from weft.bench.train.sockets import sent_bytes
+from weft.comm import Axis, record
+from weft.comm.wire import SoloWire
+from weft.ops.embedding import BigramHashEmbedding, ShardedEmbedding
+from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
+from weft.parallel.wrappers import axis_of_ranks, make_zero_adamw, wrap_with_ddp
+from weft.world import Machine
+
+_LR = 1e-3
+_PEAK_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model: blocks of width h, a bigram table of ``rows`` x h, token embeddings of ``vocabulary`` x h."""
+
+    width: int
+    blocks: int
+    rows: int
+    vocabulary: int
+    tokens: int  # of a rank in a step
+
+    @property
+    def tiny(self) -> Sizes:
+        """Of the same kind, for a first step that loads what the code needs."""
+        return Sizes(8, 1, 64, 64, 8)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the first ``ranks`` ranks step: "sequence", "overlapped" or "tuned" with weft's parts, "ddp" or "zero".
+
+    ``matrices``: "rekls" or "adamw".
+    """
+
+    name: str
+    kind: str
+    matrices: str
+    ranks: int
+
+    @property
+    def is_weft(self) -> bool:
+        return self.kind not in ("ddp", "zero")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step on one rank: seconds of CPU and of time, bytes by the kernel, and by the ledger those of weft with the
+    seconds that the rank stood waiting for them."""
+
+    cpu: float
+    wall: float
+    bytes_sent: int | None
+    told_bytes: int
+    exposed: float
+
+
+class Model(nn.Module):
+    """Parameters only. What is computed between the embeddings and the loss is the same for all and left out."""
+
+    def __init__(self, sizes: Sizes, table: nn.Module) -> None:
+        super().__init__()
+        make, width = torch.Generator().manual_seed(0), sizes.width
+
+        def draw(*shape: int) -> nn.Parameter:
+            return nn.Parameter(0.02 * torch.randn(*shape, generator=make))
+
+        self.table = table
+        self.tokens = draw(sizes.vocabulary, width)
+        shapes = [(rows * width, columns * width) for rows, columns, _ in SHAPES] * sizes.blocks
+        self.matrices = nn.ParameterList(draw(*shape) for shape in shapes)
+        self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2 * sizes.blocks + 1))
+
+    @property
+    def dense(self) -> list[nn.Parameter]:
+        return [self.tokens, *self.matrices, *self.norms]
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        """The rows of ``ids``, and all other parameters, through which their gradients come in."""
+        rows = self.table(rows=ids) if isinstance(self.table, ShardedEmbedding) else self.table(ids)
+        return [rows, *(parameter.view_as(parameter) for parameter in self.dense)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step is given on a rank: ids of rows, and the gradients of what `Model` returns."""
+
+    ids: Tensor
+    grads: list[Tensor]
+
+    @staticmethod
+    def draw(model: Model, sizes: Sizes, rank: int, step: int) -> Batch:
+        """Bigrams of tokens by Zipf's law; gradients that are different on every rank."""
+        make = torch.Generator().manual_seed(1_000_003 * (1 + step) + rank)
+        drawn = torch.rand(1, sizes.tokens, generator=make, dtype=torch.float64)
+        tokens = (sizes.vocabulary**drawn).long() - 1
+        ids = BigramHashEmbedding(sizes.rows, 1, group=_alone(), device="meta").rows_of(tokens)
+        shapes = [(*ids.shape, sizes.width), *(parameter.shape for parameter in model.dense)]
+        return Batch(ids, [torch.randn(shape, generator=make) for shape in shapes])
+
+
+def _alone() -> Axis:
+    return Axis.over(SoloWire())
+
+
+class Run:
+    """One rank's model and what steps it."""
+
+    def __init__(self, axis: Axis, method: Method, sizes: Sizes) -> None:
+        self.axis, self.method, self.sizes = axis, method, sizes
+        self.overlapped: OverlappedStep | None = None
+        table: nn.Module
+        if method.is_weft:
+            table = BigramHashEmbedding(sizes.rows, sizes.width, group=axis)
+        else:
+            table = nn.Embedding(sizes.rows, sizes.width, _weight=torch.zeros(sizes.rows, sizes.width))
+        self.model = Model(sizes, table)
+        self.wrapped: nn.Module = self.model if method.is_weft else wrap_with_ddp(axis, self.model)
+        self.optimizers = self._optimizers()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        model = self.model
+        options: dict[str, Any] = {"lr": _LR, "weight_decay": 0.0}
+        if self.method.kind == "ddp":
+            return [torch.optim.AdamW(model.parameters(), fused=True, **options)]
+        if self.method.kind == "zero":
+            return [make_zero_adamw(self.axis, model.parameters(), fused=True, **options)]
+        rows = RowAdam(model.table.parameters(), **options)
+        if self.method.matrices == "adamw":
+            parts: list[StepPart] = [ShardedAdamW(model.dense, group=self.axis, **options), rows]
+        else:
+            matrices = REKLS(model.matrices, variant="stable", group=_alone(), data_group=self.axis, **options)
+            parts = [matrices, ShardedAdamW([model.tokens, *model.norms], group=self.axis, **options), rows]
+        if self.method.kind == "sequence":
+            return list(parts)
+        self.overlapped = OverlappedStep(parts, overlap_backward=True)
+        return [self.overlapped]
+
+    def draw(self, step: int) -> Batch:
+        return Batch.draw(self.model, self.sizes, self.axis.rank, step)
+
+    def differentiate(self, batch: Batch) -> None:
+        """Look rows up, and hand all gradients in."""
+        torch.autograd.backward(self.wrapped(batch.ids), batch.grads)
+
+    def step(self, batch: Batch, tune: Machine | None = None) -> None:
+        """What is measured: from ids and gradients to new weights and no gradients; ``tune``: find orders for it."""
+        self.differentiate(batch)
+        if tune is not None and self.overlapped is not None:
+            self.overlapped.tune(tune, show=False)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    @torch.no_grad()
+    def weights(self) -> list[Tensor]:
+        """All of them, of the table those of this rank."""
+        table = self.model.table
+        if isinstance(table, ShardedEmbedding):
+            return [table.table.current(), *self.model.dense]
+        return [*table.parameters(), *self.model.dense]
+
+
+_axes: dict[int, Axis] = {}  # of the first so many ranks: a process group of its own each
+_made: dict[str, Run] = {}  # of this rank: what each method steps
+
+
+def _axis_of(axis: Axis, ranks: int) -> Axis:
+    if ranks not in _axes:
+        _axes[ranks] = axis if ranks == axis.size else axis_of_ranks(range(ranks))
+    return _axes[ranks]
+
+
+def set_up(axis: Axis) -> None:
+    """What is here already, modules above all, need not be looked through whenever a model is given up."""
+    gc.freeze()
+
+
+def measure_peak(axis: Axis, method: Method, sizes: Sizes) -> int | None:
+    """Bytes that the resident memory rises at most while the model is made and stepped a few times, nothing else here.
+
+    It is all that a rank needs: weights, gradients, states, messages and what is computed with.
+    """
+    _made.clear()
+    found = None
+    if axis.rank < method.ranks:
+        _train(_axis_of(axis, method.ranks), method, sizes.tiny)
+        gc.collect()
+        found = peak_memory(lambda: _train(_axis_of(axis, method.ranks), method, sizes))
+    line_up(axis)
+    return found
+
+
+def _train(axis: Axis, method: Method, sizes: Sizes) -> None:
+    run = Run(axis, method, sizes)
+    for step in range(_PEAK_STEPS):
+        run.step(run.draw(step))
+
+
+def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int, link: Machine) -> None:
+    """Make every method's model, find orders where that is asked for, and step them for a while."""
+    _made.clear()
+    gc.collect()
+    for method in methods:
+        if axis.rank < method.ranks:
+            _made[method.name] = run = Run(_axis_of(axis, method.ranks), method, sizes)
+            for step in range(-warm_steps, 0):
+                run.step(run.draw(step), tune=link if method.kind == "tuned" and step == -1 else None)
+
+
+def sample(axis: Axis, methods: list[Method], turn: int) -> dict[str, Sample]:
+    """One step by each method that has work for this rank. The others wait meanwhile and use no processor."""
+    found = {}
+    for method in methods:
+        run = _made.get(method.name)
+        batch = None if run is None else run.draw(turn)
+        line_up(axis)
+        before = sent_bytes()
+        if run is not None and batch is not None:
+            with record() as ledger:
+                cpu, wall = time.process_time(), time.perf_counter()
+                run.step(batch)
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        line_up(axis)
+        after = sent_bytes()
+        if run is not None:
+            sent = None if before is None or after is None else after - before
+            exposed = sum(event.waited for event in ledger.events)
+            found[method.name] = Sample(cpu, wall, sent, ledger.bytes_sent, exposed)
+    return found
+
+
+def digest(axis: Axis) -> dict[str, str]:
+    """A hash of each method's weights on this rank, to the bit."""
+    found: dict[str, Any] = {}
+    for name, run in _made.items():
+        found[name] = hashlib.sha256()
+        for weight in run.weights():
+            held = weight.detach().contiguous()
+            found[name].update(ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()))
+    return {name: one.hexdigest() for name, one in found.items()}

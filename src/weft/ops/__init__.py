@@ -1,0 +1,1 @@
+"""The operations: each family of them in a package of its own, over sequences that ranks share."""

@@ -1,0 +1,200 @@
+"""What gather and ring share: keys that are at hand for a while, and gradients that go back to their owner.
+
+Keys and values travel together, token first: ``[tokens, 2, B, heads, D]``. So a range of tokens is one message
+without a copy for each receiver, and ranges from several owners are one tensor of keys for the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm import Call, Pending
+from weft.ops.attention.plan import AttentionPlan, KeySpan, Ranges, count, locate
+
+
+@dataclass
+class KVBlock:
+    """Keys that this rank's queries can be computed against now. Gradients are added to the last two."""
+
+    heads: slice  # of the key/value heads
+    query_heads: slice  # that are computed against them
+    spans: tuple[KeySpan, ...]
+    keys: Tensor  # [B, w, N, D]
+    values: Tensor
+    grad_keys: Tensor | None  # as keys, at least fp32; None in the forward
+    grad_values: Tensor | None
+
+
+@dataclass
+class KVExchange:
+    """One rank's part in a forward or backward: its own keys and values, and the way to everybody else's.
+
+    ``dk`` and ``dv`` (backward only) sum, at least in fp32, what this and the other ranks say about the own keys:
+    first the own block as far as it is computed first, then the others in the method's fixed order.
+    """
+
+    call: Call
+    plan: AttentionPlan
+    k: Tensor  # [B, S, Hk, D]
+    v: Tensor
+    query_heads: int
+    strides: tuple[int, ...]
+    grad_dtype: torch.dtype
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    local_first: bool = True  # False is a yardstick for tests and benchmarks: the first messages are in the open
+    started: bool = False  # the own block of `head_start` was computed while the ranks told their lengths
+
+    @property
+    def rank(self) -> int:
+        return self.call.rank
+
+    @property
+    def is_backward(self) -> bool:
+        return self.dk is not None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def shared(self) -> int:
+        """Query heads of a key/value head."""
+        return self.query_heads // self.kv_heads
+
+    def own(self, query_heads: slice) -> list[KVBlock]:
+        """The rank's own keys, which never travel; nothing where there are none of them."""
+        if query_heads.start >= query_heads.stop or not self.k.shape[1]:
+            return []
+        heads = slice(query_heads.start // self.shared, -(-query_heads.stop // self.shared))
+        spans = tuple(self.plan.place(self.rank, ((0, self.k.shape[1]),)))
+        mine = [None if x is None else x[:, :, heads].transpose(1, 2) for x in (self.k, self.v, self.dk, self.dv)]
+        assert mine[0] is not None and mine[1] is not None
+        return [KVBlock(heads, query_heads, spans, mine[0], mine[1], mine[2], mine[3])]
+
+    @property
+    def head_start(self) -> slice:
+        """The query heads whose own block a forward computes while the ranks tell their lengths: those of one key/value
+        head, of a single one half. The rest hides the first keys. The cut is always the same, and so are the bits."""
+        if self.is_backward or not self.local_first:
+            return slice(0, 0)
+        return slice(0, self.shared if self.kv_heads > 1 else self.shared // 2)
+
+    def own_first(self) -> list[KVBlock]:
+        """The own blocks that come before the others' keys, to hide the first messages.
+
+        The forward sends nothing at its end, so all come first. The backward's last gradients travel under the second
+        half (with a single head: under all of it).
+        """
+        heads = 0 if not self.local_first else self.kv_heads // 2 if self.is_backward else self.kv_heads
+        rest = self.own(slice(self.head_start.stop, heads * self.shared))
+        return rest if self.started else self.own(self.head_start) + rest
+
+    def own_last(self) -> list[KVBlock]:
+        """The own blocks that come after the others' keys."""
+        heads = 0 if not self.local_first else self.kv_heads // 2 if self.is_backward else self.kv_heads
+        return self.own(slice(heads * self.shared, self.query_heads))
+
+    def room(self, tokens: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for the keys and values of some tokens, flat."""
+        return self.k.new_empty(tokens * 2 * self.k.shape[0] * heads * self.k.shape[3], dtype=dtype)
+
+    def shape(self, memory: Tensor, tokens: int, heads: int) -> Tensor:
+        """The beginning of `room` as ``[tokens, 2, B, heads, D]``."""
+        size = (tokens, 2, self.k.shape[0], heads, self.k.shape[3])
+        return memory[: tokens * 2 * self.k.shape[0] * heads * self.k.shape[3]].view(size)
+
+    def pack(self, memory: Tensor, ranges: Ranges, heads: slice) -> Tensor:
+        """Copy the rank's own ranges into ``memory``, one after the other."""
+        packed = self.shape(memory, count(ranges), heads.stop - heads.start)
+        at = 0
+        for start, length in ranges:
+            for index, x in enumerate((self.k, self.v)):
+                packed[at : at + length, index].copy_(x[:, start : start + length, heads].movedim(1, 0))
+            at += length
+        return packed
+
+    def block(self, kv: Tensor, spans: Sequence[KeySpan], heads: slice, grads: Tensor | None) -> KVBlock:
+        """Keys and values that have arrived as ``[N, 2, B, w, D]``."""
+        parts = [None, None] if grads is None else [grads[:, index].permute(1, 2, 0, 3) for index in (0, 1)]
+        query_heads = slice(heads.start * self.shared, heads.stop * self.shared)
+        keys, values = (kv[:, index].permute(1, 2, 0, 3) for index in (0, 1))
+        return KVBlock(heads, query_heads, tuple(spans), keys, values, *parts)
+
+
+def take(memory: Tensor, wanted: Ranges, present: Ranges, at: int = 0) -> Tensor:
+    """``wanted`` out of ``memory``, which holds ``present`` from ``at`` on: a view where they are neighbours there.
+
+    One tensor, and so one message for each peer, whatever the mask looks like.
+    """
+    places = [(at + locate(present, start), length) for start, length in wanted]
+    if not places:
+        return memory[:0]
+    first, tokens = places[0][0], count(wanted)
+    if places[-1][0] + places[-1][1] == first + tokens:
+        return memory[first : first + tokens]
+    joined = memory.new_empty(tokens, *memory.shape[1:])
+    filled = 0
+    for start, length in places:
+        joined[filled : filled + length] = memory[start : start + length]
+        filled += length
+    return joined
+
+
+class GradReturn:
+    """Gradients of others' keys on their way to their owners, one batch at a time while the next is computed."""
+
+    def __init__(self, kv: KVExchange, tokens: int, own_tokens: int, heads: int) -> None:
+        """Room for ``tokens`` that this rank computes and for ``own_tokens`` that others compute, at most."""
+        self._kv = kv
+        wide = torch.promote_types(kv.k.dtype, torch.float32)
+        self._sums = [kv.room(tokens, heads, wide) for _ in range(2)]
+        rounded = kv.grad_dtype != wide
+        self._rounded = kv.room(tokens, heads, kv.grad_dtype) if rounded else None
+        self._inbox = kv.room(own_tokens, heads, kv.grad_dtype)
+        self._flying: tuple[Pending[None], Tensor, list[tuple[int, Ranges]], slice] | None = None
+        self._turn = 0
+
+    def blank(self, tokens: int, heads: int) -> Tensor:
+        """Zeros to sum the next batch in, ``[tokens, 2, B, heads, D]``; the batch before may still be travelling."""
+        self._turn = 1 - self._turn
+        return self._kv.shape(self._sums[self._turn], tokens, heads).zero_()
+
+    def send(
+        self,
+        sums: Tensor,
+        owners: Sequence[tuple[int, Ranges, Ranges, int]],
+        readers: Sequence[tuple[int, Ranges]],
+        heads: slice,
+    ) -> None:
+        """Send a batch home: to each (owner, ranges, ranges present, where they begin); take what readers send."""
+        self.settle()
+        kv, width = self._kv, heads.stop - heads.start
+        if self._rounded is not None:
+            sums = kv.shape(self._rounded, sums.shape[0], width).copy_(sums)
+        outgoing = [(owner, take(sums, ranges, present, at)) for owner, ranges, present, at in owners]
+        inbox = kv.shape(self._inbox, sum(count(ranges) for _, ranges in readers), width)
+        incoming, at = [], 0
+        for reader, ranges in readers:
+            incoming.append((reader, inbox[at : at + count(ranges)]))
+            at += count(ranges)
+        self._flying = kv.call.exchange(outgoing, incoming), inbox, list(readers), heads
+
+    def settle(self) -> None:
+        """Wait for the batch under way and add it to the own gradients, reader by reader."""
+        if self._flying is None:
+            return
+        pending, inbox, readers, heads = self._flying
+        pending.wait()
+        self._flying = None
+        at = 0
+        for _, ranges in readers:
+            for start, length in ranges:
+                for index, total in enumerate((self._kv.dk, self._kv.dv)):
+                    assert total is not None
+                    total[:, start : start + length, heads].add_(inbox[at : at + length, index].movedim(0, 1))
+                at += length

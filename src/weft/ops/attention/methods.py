@@ -1,0 +1,71 @@
+"""The table of methods. A new one is a file with its communication and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Call
+from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, begin_by_blocks, forward_by_blocks
+from weft.ops.attention.gather import gather
+from weft.ops.attention.options import Options
+from weft.ops.attention.plan import AttentionPlan, count
+from weft.ops.attention.ring import ring
+from weft.ops.attention.ulysses import backward_by_heads, begin_by_heads, forward_by_heads
+
+UNBALANCED = 1.25  # the slowest rank's share of scores over the mean, from which balance is worth more than bytes
+
+
+@dataclass(frozen=True)
+class Method:
+    """begin: (options, call, plan, q, k, v) -> local work to do while the ranks tell their lengths, on a guessed plan;
+    forward: (.., what begin returned or None) -> (out, lse, saved); backward: (.., saved, grad) -> (dq, dk, dv)."""
+
+    begin: Callable[[Options, Call, AttentionPlan, Tensor, Tensor, Tensor], Any]
+    forward: Callable[
+        [Options, Call, AttentionPlan, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Saved]
+    ]  # fmt: skip
+    backward: Callable[[Options, Call, AttentionPlan, Saved, Tensor], Triple]
+    divides_heads: bool = False  # every rank takes whole heads, so their number must be a multiple of the ranks
+
+
+METHODS: dict[str, Method] = {
+    "gather": Method(begin_by_blocks, partial(forward_by_blocks, gather), partial(backward_by_blocks, gather)),
+    "ring": Method(begin_by_blocks, partial(forward_by_blocks, ring), partial(backward_by_blocks, ring)),
+    "ulysses": Method(begin_by_heads, forward_by_heads, backward_by_heads, divides_heads=True),
+}
+
+
+def resolve_method(options: Options, plan: AttentionPlan) -> str:
+    """The method asked for; for "auto" the one that suits this plan, the same on every rank."""
+    if options.method != "auto":
+        return options.method
+    if options.strides or options.backward_strides or options.backward:
+        return "gather"
+    return choose_method(plan, options.q[1], options.kv_heads, options.dtype, options.grad_dtype)
+
+
+def choose_method(
+    plan: AttentionPlan, heads: int, kv_heads: int, dtype: torch.dtype, grad_dtype: torch.dtype | None
+) -> str:
+    """gather or ulysses: whichever moves fewer bytes in a forward and backward, unless gather is out of balance.
+
+    Both are counted on this very mask and layout, and every rank finds the same.
+    """
+    size = plan.size
+    if size == 1 or heads % size or kv_heads % size:
+        return "gather"
+    pairs = [plan.pairs(rank) for rank in range(size)]
+    if max(pairs) * size > UNBALANCED * sum(pairs):
+        return "ulysses"
+    wide = grad_dtype or torch.promote_types(dtype, torch.float32)
+    travelling = sum(count(plan.visible_to(a, b)) for a in range(size) for b in range(size))
+    gather_bytes = 2 * kv_heads * travelling * (2 * dtype.itemsize + wide.itemsize)
+    tokens = sum(plan.lengths) * (size - 1) / size
+    ulysses_bytes = tokens * dtype.itemsize * (4 * heads + 4 * kv_heads)
+    return "gather" if gather_bytes <= ulysses_bytes else "ulysses"

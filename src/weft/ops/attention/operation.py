@@ -1,0 +1,281 @@
+"""`attention`: the public operation and its checks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.comm.arguments import (
+    find_choice_fault,
+    find_flag_fault,
+    find_integer_fault,
+    find_number_fault,
+    find_tensor_fault,
+    read,
+    show,
+    the_choice,
+)
+from weft.comm.eager import eager
+from weft.ops.attention.distributed import Attention
+from weft.ops.attention.methods import METHODS
+from weft.ops.attention.options import Options
+from weft.ops.attention.strides import find_strides_fault
+from weft.ops.sequence import Sequence
+from weft.ops.sequence.sequence import axis_of, read_sequence
+from weft.ops.sequence.tokens import DTYPES, find_token_fault, local_length
+
+_KINDS = "a tensor of fp32, fp64, bf16 or fp16"
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | None = ...,
+    scale: float | None = ...,
+    window: tuple[int, int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    layout: str | None = ...,
+    method: str = ...,
+    strides: tuple[int, ...] | None = ...,
+    backward_strides: tuple[int, ...] | None = ...,
+    backward: str | None = ...,
+    grad_dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
+    sequence: Sequence | None = ...,
+    group: Any = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | None = ...,
+    scale: float | None = ...,
+    window: tuple[int, int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    layout: str | None = ...,
+    method: str = ...,
+    strides: tuple[int, ...] | None = ...,
+    backward_strides: tuple[int, ...] | None = ...,
+    backward: str | None = ...,
+    grad_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
+    sequence: Sequence | None = ...,
+    group: Any = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@eager
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | None = None,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    layout: str | None = None,
+    method: str = "auto",
+    strides: tuple[int, ...] | None = None,
+    backward_strides: tuple[int, ...] | None = None,
+    backward: str | None = None,
+    grad_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sequence: Sequence | None = None,
+    group: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over a sequence that lies on the ranks of ``group``: out, or (out, lse).
+
+    Exactly as on one device: out = softmax(scale * q k^T) v over the keys a query sees. ``causal`` must be said: with
+    True a token sees itself and those before it, with False it sees all. (`weft.linear_attention` is always causal.)
+
+    | tensor       | shape                                    | on this rank                                  |
+    |--------------|------------------------------------------|-----------------------------------------------|
+    | q, out       | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
+    | k, v         | ``[B, S, Hk, D]``, H a multiple of Hk    | its S tokens; query head h uses h // (H / Hk) |
+    | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores; has no gradient    |
+    | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
+
+    A query at position p of the sequence sees keys p - left .. p + right of its document, with ``window`` = (left,
+    right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out) or "zigzag" (see
+    `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5. ``sequence`` (see `weft.sequence`) is given
+    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which the ranks tell their
+    lengths.
+
+    What crosses ranks, by ``method``:
+
+    - "gather": the keys and values that are seen elsewhere, ``strides`` heads at a time (a tuple that sums to Hk; see
+      `head_strides`), while the heads before them are computed. The backward does it again (``backward_strides``)
+      and sends dK and dV home; with ``backward="ring"`` it goes round as the ring does.
+    - "ring": the same keys and values from neighbour to neighbour, all heads at once; dK and dV straight home.
+    - "ulysses": q, k, v and out, heads for sequence; the ranks must divide H and Hk.
+    - "auto": gather or ulysses, the one with fewer bytes, and ulysses where gather would be out of balance.
+
+    ``grad_dtype`` is what dK and dV are on the way: None for fp32 (fp64 for fp64; with ulysses, which sums nothing
+    across ranks, the input's). Sums over ranks are fp32 (fp64) and in a fixed order whatever it is; gradients take
+    the input's dtype.
+
+    >>> q, kv = torch.randn(1, 10, 4, 8), torch.randn(1, 10, 2, 8)
+    >>> attention(q, kv, kv, causal=True).shape
+    torch.Size([1, 10, 4, 8])
+    """
+    axis = axis_of("attention", group, sequence)
+    options = read(
+        "attention", axis.rank, lambda: _read_options(
+            axis, q, k, v, causal, scale, window, cu_seqlens, layout, method, strides, backward_strides, backward,
+            grad_dtype, return_lse, sequence, group,
+        )
+    )  # fmt: skip
+    if isinstance(options, Exception):
+        axis.refuse("attention", options, metadata=None if isinstance(sequence, Sequence) else 1)
+    out, lse = Attention.apply(q, k, v, options, axis, sequence)
+    return (out, lse) if return_lse else out
+
+
+def _read_options(
+    axis: Axis,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | None,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    cu_seqlens: Any,
+    layout: str | None,
+    method: str,
+    strides: tuple[int, ...] | None,
+    backward_strides: tuple[int, ...] | None,
+    backward: str | None,
+    grad_dtype: torch.dtype | None,
+    return_lse: bool,
+    sequence: Sequence | None,
+    group: Any,
+) -> Options | Exception:
+    """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
+    name, rank = "attention", axis.rank
+    if fault := find_tensor_fault(name, "q", q, rank, DTYPES, _KINDS):
+        return fault
+    where = read_sequence(name, rank, local_length(q), layout, cu_seqlens, group, sequence)
+    if isinstance(where, Exception):
+        return where
+    layout, bounds = where
+    fault = (
+        find_token_fault(name, rank, bounds, "S", _KINDS, q=q, k=k, v=v)
+        or _find_shape_fault(rank, q, k, v)
+        or _find_causal_fault(rank, causal)
+        or (None if scale is None else find_number_fault(name, "scale", scale, rank))
+        or _find_window_fault(rank, window)
+        or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
+        or find_flag_fault(name, "return_lse", return_lse, rank)
+    )
+    if fault is not None:
+        return fault
+    return Options(
+        q=(q.shape[0], *q.shape[2:]),
+        kv_heads=k.shape[2],
+        dtype=q.dtype,
+        device=q.device.type,
+        causal=bool(causal),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
+        cu_seqlens=bounds,
+        layout=layout,
+        lengths=None if sequence is None else sequence.lengths,
+        method=the_choice(method, ("auto", *METHODS)),
+        strides=None if strides is None else tuple(int(stride) for stride in strides),
+        backward_strides=None if backward_strides is None else tuple(int(stride) for stride in backward_strides),
+        backward=None if backward is None else "ring",
+        grad_dtype=grad_dtype,
+        return_lse=return_lse,
+        gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
+    )
+
+
+def _find_causal_fault(rank: int, causal: object) -> Exception | None:
+    if causal is None:
+        return ValueError(
+            f"attention: say causal=True (a token sees itself and those before it) or causal=False (it sees all) "
+            f"(rank {rank})"
+        )
+    return find_flag_fault("attention", "causal", causal, rank)
+
+
+def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
+    where = f"(rank {rank})"
+    if v.shape[:3] == k.shape[:3] and k.shape[3] == q.shape[3] != v.shape[3]:
+        return NotImplementedError(
+            f"attention: values of {v.shape[3]} with keys of {k.shape[3]} are not supported, as the kernels have one "
+            f"head size; pad the smaller with zeros {where}"
+        )
+    if v.shape != k.shape or k.shape[3] != q.shape[3]:
+        return ValueError(
+            f"attention: k {list(k.shape)} and v {list(v.shape)} must have one shape, and the head size of q "
+            f"{list(q.shape)} {where}"
+        )
+    if min(q.shape[0], *q.shape[2:], k.shape[2]) < 1:
+        return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and k {list(k.shape)} {where}")
+    if q.shape[2] % k.shape[2]:
+        return ValueError(f"attention: {q.shape[2]} heads are not a multiple of {k.shape[2]} key/value heads {where}")
+    return None
+
+
+def _find_window_fault(rank: int, window: object) -> Exception | None:
+    if window is None:
+        return None
+    sides = window if isinstance(window, tuple | list) and len(window) == 2 else [None]
+    if all(find_integer_fault("attention", "window", side, rank, least=-1) is None for side in sides):
+        return None
+    words = "must be two integers (left, right), -1 for no limit"
+    return ValueError(f"attention: window {words}, got {show(window)} (rank {rank})")
+
+
+def _find_method_fault(
+    rank: int,
+    size: int,
+    q: Tensor,
+    k: Tensor,
+    method: str,
+    strides: object,
+    backward_strides: object,
+    backward: str | None,
+    grad_dtype: torch.dtype | None,
+) -> Exception | None:
+    where, kv_heads = f"(rank {rank})", k.shape[2]
+    if fault := find_choice_fault("attention", "method", method, rank, ("auto", *METHODS)):
+        return fault
+    if method != "auto" and METHODS[method].divides_heads and (q.shape[2] % size or kv_heads % size):
+        others = " and ".join(name for name, one in METHODS.items() if not one.divides_heads)
+        return ValueError(
+            f"attention: {method} needs a number of ranks that divides the heads, but {size} ranks do not divide "
+            f"{q.shape[2]} heads and {kv_heads} key/value heads {where}; {others} take any number"
+        )
+    if backward is not None and (
+        find_choice_fault("attention", "backward", backward, rank, ("ring",))
+        or method not in ("auto", "gather", "ring")
+    ):
+        return ValueError(
+            f"attention: backward {show(backward)} does not go with method {method!r} {where}; it is None (as the "
+            f"forward) or 'ring' after a 'gather'"
+        )
+    for name, given in (("strides", strides), ("backward_strides", backward_strides)):
+        if given is None:
+            continue
+        if method not in ("auto", "gather") or (name == "backward_strides" and backward == "ring"):
+            return ValueError(
+                f"attention: {name} are of method 'gather' and have no meaning here {where}; leave them out"
+            )
+        if fault := find_strides_fault(name, kv_heads, given, rank):
+            return fault
+    if grad_dtype is not None and not (isinstance(grad_dtype, torch.dtype) and grad_dtype in DTYPES):
+        return TypeError(f"attention: grad_dtype must be fp32, fp64, bf16 or fp16, got {show(grad_dtype)} {where}")
+    return None

@@ -1,0 +1,236 @@
+"""`BigramHashEmbedding`: a row for each pair of neighbouring tokens, by a hash."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis
+from weft.comm.arguments import find_integer_fault, find_tensor_fault, read, show
+from weft.ops.embedding.sharded import ShardedEmbedding
+from weft.ops.sequence import Sequence
+from weft.ops.sequence.layout import run_lengths
+from weft.ops.sequence.sequence import Bounds, axis_of, read_bounds, read_sequence, settle
+
+
+class BigramHashEmbedding(ShardedEmbedding):
+    """A `ShardedEmbedding` of hashed bigrams: token ids ``[B, T]`` in, rows ``[B, T, d]`` out.
+
+    The row of token x[t] is ``(a x[t] XOR b x[t-1]) mod (N-1)`` in int32, with ``multipliers`` (a, b). The first
+    token, and the first of every packed document (``cu_seqlens``, the same for every row of the batch), takes the
+    reserved last row. The table begins at zero, as one that is added to a residual stream should.
+
+    Where the sequence itself is sharded over ``context_group``, ``cu_seqlens`` are the boundaries in the whole sequence
+    and the token before a run's first one is told by the rank that has it: a few integers for each row of the batch.
+
+    >>> BigramHashEmbedding(101, 4)(torch.tensor([[5, 6, 7]])).shape
+    torch.Size([1, 3, 4])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        multipliers: tuple[int, int] = (36313, 27191),
+        group: Any = None,
+        ownership: str = "strided",
+        reduce: str = "mean",
+        replicate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name, rank = "BigramHashEmbedding", Axis.of(group).rank
+        if fault := find_integer_fault(name, "num_embeddings", num_embeddings, rank):
+            raise fault
+        if num_embeddings < 2:
+            raise ValueError(
+                f"{name}: num_embeddings must be at least 2, one of them reserved, got {num_embeddings} (rank {rank})"
+            )
+        if (
+            not isinstance(multipliers, tuple | list)
+            or len(multipliers) != 2
+            or any(
+                find_integer_fault(name, "multipliers", one, rank) or not -(2**31) <= one < 2**31 for one in multipliers
+            )
+        ):
+            words = f"multipliers must be two integers of 32 bits, got {show(multipliers)}"
+            raise ValueError(f"{name}: {words} (rank {rank})")
+        super().__init__(
+            num_embeddings, embedding_dim, group=group, ownership=ownership, reduce=reduce, replicate=replicate,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self.multipliers = multipliers
+
+    def reset_parameters(self) -> None:
+        """Zero."""
+        nn.init.zeros_(self.weight)
+
+    def rows_of(self, tokens: Tensor, out: Tensor | None = None, *, cu_seqlens: Any = None) -> Tensor:
+        """The hash alone, ``[B, T]`` int32, for a loader that hashes ahead; pass it to `forward` as ``rows=``.
+
+        ``out``: where to put it, for example pinned memory. For tokens of a sequence that is not sharded.
+        """
+        bounds = read("BigramHashEmbedding", self.axis.rank, lambda: self._read_bounds(tokens, cu_seqlens))
+        if isinstance(bounds, Exception):  # nothing is sent here
+            raise bounds
+        return self._rows_of_whole(tokens, bounds, out)
+
+    def _read_bounds(self, tokens: Tensor, cu_seqlens: Any) -> Bounds | Exception | None:
+        """Of tokens that are not sharded: where documents begin and end; or what is wrong with them."""
+        name, rank = "BigramHashEmbedding", self.axis.rank
+        if fault := find_tokens_fault(tokens, rank):
+            return fault
+        bounds = read_bounds(name, cu_seqlens, rank)
+        if isinstance(bounds, tuple) and bounds[-1] != tokens.shape[-1]:
+            words = f"cu_seqlens end at {bounds[-1]}, but there are {tokens.shape[-1]} tokens"
+            return ValueError(f"{name}: {words} (rank {rank})")
+        return bounds
+
+    def _rows_of_whole(self, tokens: Tensor, bounds: Bounds | None, out: Tensor | None = None) -> Tensor:
+        starts = [0] if bounds is None else [start for start in bounds[:-1] if start < tokens.shape[-1]]
+        before = torch.nn.functional.pad(tokens[..., :-1], (1, 0))
+        is_first = torch.zeros(tokens.shape[-1], dtype=torch.bool, device=tokens.device)
+        is_first[starts if tokens.shape[-1] else []] = True
+        rows = self._hash(tokens, before, is_first)
+        return rows if out is None else out.copy_(rows)
+
+    def _hash(self, tokens: Tensor, before: Tensor, is_first: Tensor) -> Tensor:
+        a, b = (torch.tensor(number, dtype=torch.int32, device=tokens.device) for number in self.multipliers)
+        mixed = (a * tokens.int()) ^ (b * before.int())  # int32 wraps around
+        return (mixed % (self.num_embeddings - 1)).masked_fill(is_first, self.num_embeddings - 1)
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        *,
+        rows: Tensor | None = None,
+        cu_seqlens: Any = None,
+        layout: str | None = None,
+        context_group: Any = None,
+        sequence: Sequence | None = None,
+    ) -> Tensor:
+        """The rows of the bigrams that end at each token, ``[B, T, d]``.
+
+        ``rows``: their ids from `rows_of`, instead of ``tokens``. ``layout`` and ``context_group``, or ``sequence``:
+        how a sharded sequence lies on ranks.
+        """
+        if rows is not None and tokens is None:
+            return super().forward(rows)
+        if context_group is None and sequence is None:
+            rank = self.axis.rank
+            made = read("embedding", rank, lambda: self._read_whole(tokens, rows, layout, cu_seqlens))
+            return self._look_up(self.weight, made) if isinstance(made, Exception) else super().forward(made)
+        return super().forward(self._rows_of_sharded(tokens, rows, cu_seqlens, layout, context_group, sequence))
+
+    def _read_whole(self, tokens: Any, rows: Any, layout: Any, cu_seqlens: Any) -> Tensor | Exception:
+        """The rows of tokens that are not sharded, or what is wrong."""
+        if tokens is None or rows is not None:
+            return _neither(self.axis.rank)
+        if layout is not None:
+            return ValueError(
+                f"BigramHashEmbedding: layout is of a sequence over a context_group, which is missing "
+                f"(rank {self.axis.rank})"
+            )
+        bounds = self._read_bounds(tokens, cu_seqlens)
+        return bounds if isinstance(bounds, Exception) else self._rows_of_whole(tokens, bounds)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Start fetching the rows of the next batch: ``ids`` are what `rows_of` gives, and then ``rows=``."""
+        super().prefetch(ids)
+
+    def _rows_of_sharded(
+        self, tokens: Any, rows: Any, cu_seqlens: Any, layout: str | None, context_group: Any, given: Sequence | None
+    ) -> Tensor:
+        """The hash of this rank's slice: the last token of every run is told to all."""
+        operation = "BigramHashEmbedding"
+        axis = axis_of(operation, context_group, given)
+        found = read(
+            operation, axis.rank, lambda: _read_sharded(tokens, rows, cu_seqlens, layout, context_group, given, axis)
+        )
+        try:
+            if isinstance(found, Exception):
+                axis.refuse(f"{operation}.context", found, metadata=_numbers_of(tokens))
+            options, length, numbers = found
+            call = axis.begin(f"{operation}.context", options, metadata=numbers)
+            told = call.metadata.wait()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            if self.axis.counter is not axis.counter:  # the rows' other ranks go on to the exchange of rows
+                self.axis.publish_fault(operation, error)
+            raise
+        layout, bounds = options.layout, options.cu_seqlens
+        batch = tokens.reshape(options.batch, length)
+        where = given or settle(operation, call, axis, layout, bounds)
+        before = torch.nn.functional.pad(batch[:, :-1], (1, 0))
+        is_first = torch.zeros(length, dtype=torch.bool, device=tokens.device)
+        starts = {0, *(bounds or ())}
+        seen: dict[int, int] = {}
+        previous: list[int] | None = None
+        for run in where.runs:
+            number = seen[run.rank] = seen.get(run.rank, -1) + 1
+            if not run.length:
+                continue
+            if run.rank == axis.rank:
+                if previous is not None:
+                    before[:, run.start] = torch.tensor(previous, dtype=before.dtype, device=before.device)
+                for start in starts:
+                    if run.offset <= start < run.offset + run.length:
+                        is_first[run.start + start - run.offset] = True
+            at = 1 + number * len(batch)
+            previous = list(told[run.rank][at : at + len(batch)])
+        return self._hash(batch, before, is_first).view(tokens.shape)
+
+
+def _read_sharded(
+    tokens: Any, rows: Any, cu_seqlens: Any, layout: str | None, group: Any, given: Any, axis: Axis
+) -> tuple[_Options, int, list[int]] | Exception:
+    """(what ranks must have in common, this rank's length, its length and the last token of each run); or a fault."""
+    if tokens is None or rows is not None:
+        return _neither(axis.rank)
+    if fault := find_tokens_fault(tokens, axis.rank):
+        return fault
+    length = tokens.shape[-1]
+    where = read_sequence("BigramHashEmbedding", axis.rank, length, layout, cu_seqlens, group, given)
+    if isinstance(where, Exception):
+        return where
+    batch = tokens.reshape(math.prod(tokens.shape[:-1]), length)
+    cuts = run_lengths(length, where[0], axis.rank, axis.size)
+    ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
+    last = [batch[:, end - 1].tolist() if cut else [0] * len(batch) for cut, end in zip(cuts, ends, strict=True)]
+    numbers = [length, *(token for run in last for token in run)]
+    numbers += [0] * (1 + 2 * len(batch) - len(numbers))  # a rank has one run or two
+    return _Options(len(batch), *where), length, numbers
+
+
+def find_tokens_fault(tokens: Any, rank: int) -> Exception | None:
+    """What is wrong with token ids ``[..., T]``."""
+    name = "BigramHashEmbedding"
+    if fault := find_tensor_fault(name, "tokens", tokens, rank, _DTYPES, "a tensor of integers"):
+        return fault
+    if tokens.ndim < 1 or tokens.is_meta:
+        words = f"of shape {list(tokens.shape)} on {tokens.device.type}"
+        return ValueError(f"{name}: tokens must be [..., T], with values, got a tensor {words} (rank {rank})")
+    return None
+
+
+def _numbers_of(tokens: Any) -> int:
+    """How many integers a rank tells of tokens ``[..., T]``."""
+    return 1 + 2 * math.prod(tokens.shape[:-1]) if type(tokens) is Tensor else 1
+
+
+def _neither(rank: int) -> TypeError:
+    return TypeError(f"BigramHashEmbedding: pass either tokens or rows (rank {rank})")
+
+
+_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Options:
+    batch: int
+    layout: str
+    cu_seqlens: tuple[int, ...] | None

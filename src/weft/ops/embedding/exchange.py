@@ -1,0 +1,288 @@
+"""`RowExchange`: the rows of a batch between the ranks that need them and their owners, in four phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis, Call, Pending
+from weft.comm.arguments import read, show, the_choice
+from weft.comm.coalesced import exchange_coalesced
+from weft.ops.embedding.compact import segment_sum
+from weft.ops.embedding.ids import IdSet, find_ids_fault, find_tables_fault
+from weft.ops.embedding.ownership import KINDS, Ownership, find_ownership_fault
+from weft.ops.embedding.spare import SpareMemory
+
+# From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: nothing is left to pick.
+# Gradients always travel by rows: the owner knows their places already, so the rest would only be zeros.
+DENSE_PULL = 0.95
+
+Shards = Sequence[Tensor | Sequence[Tensor]]  # for each set of ids one table, or several that share it
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common."""
+
+    num_embeddings: tuple[int, ...]
+    ownership: str
+
+
+@dataclass(frozen=True)
+class _TableOptions:
+    tables: tuple[tuple[tuple[int, torch.dtype], ...], ...]  # (width, dtype) of the tables of each set of ids
+
+
+class RowExchange:
+    """One batch's rows, for those who write their own loop. Each phase is started where the caller places it.
+
+    | phase     | started by             | crosses ranks                                             | waited for in  |
+    |-----------|------------------------|-----------------------------------------------------------|----------------|
+    | counts    | ``RowExchange(ids, n)``| a few integers to each rank, on the CPU side              | `start_ids`    |
+    | ids       | `start_ids`            | int32 places of the needed rows, to their owners, once    | `pull`, `push` |
+    | rows      | `pull(shards)`         | the needed rows, from their owners                        | its ``wait()`` |
+    | gradients | `push(grads)`          | a gradient for each needed row, to its owner              | its ``wait()`` |
+    | merge     | `merge(received)`      | nothing                                                   |                |
+
+    Own rows are not sent. ``ids`` are integers of any shape (ranks may differ, or have none); with a list of them, and
+    of table sizes, all sets travel together. ``num_embeddings`` are the rows of the whole tables.
+
+    >>> exchange = RowExchange(torch.tensor([4, 1, 4]), 6)
+    >>> shard = torch.arange(6.0).view(6, 1)                                   # a world of one owns all rows
+    >>> exchange.start_ids()
+    >>> rows, = exchange.pull([shard]).wait()                                  # of the ids 1 and 4
+    >>> rows[exchange.inverse(0)].flatten().tolist()
+    [4.0, 1.0, 4.0]
+    >>> received = exchange.push([exchange.sum(0, torch.ones(3, 1))]).wait()
+    >>> places, sums = exchange.merge(received)[0]
+    >>> places.tolist(), sums.flatten().tolist()
+    ([1, 4], [1.0, 2.0])
+    """
+
+    def __init__(
+        self,
+        ids: Tensor | Sequence[Tensor],
+        num_embeddings: int | Sequence[int],
+        *,
+        ownership: str = "strided",
+        group: Any = None,
+    ) -> None:
+        axis = Axis.of(group)
+        made = read("rows", axis.rank, lambda: _read(ids, num_embeddings, ownership, axis.rank))
+        if isinstance(made, Exception):
+            sets = len(ids) if isinstance(ids, tuple | list) else 1
+            axis.refuse("rows", made, metadata=sets, metadata_each=sets)
+        self._open("rows", *made[:2], made[2].ownership, axis, made[2])
+
+    @classmethod
+    def of(
+        cls, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
+    ) -> RowExchange:
+        """For an operation with a name and options of its own, among them sizes and ownership; its ids are right."""
+        exchange = cls.__new__(cls)
+        exchange._open(operation, ids, sizes, ownership, axis, options)
+        return exchange
+
+    def _open(
+        self, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
+    ) -> None:
+        self.axis, self._operation = axis, operation
+        self._sets = [IdSet(one, Ownership(ownership, n, axis.size)) for one, n in zip(ids, sizes, strict=True)]
+        counts = [[one.bounds[rank + 1] - one.bounds[rank] for one in self._sets] for rank in range(axis.size)]
+        totals = [len(one.needed.unique) for one in self._sets]
+        self.call: Call = axis.begin(operation, options, metadata=totals, metadata_each=counts)
+        self._coming: Pending[None] | None = None
+        self.dense_pull = False
+
+    def __len__(self) -> int:
+        """Sets of ids."""
+        return len(self._sets)
+
+    def __getitem__(self, index: int) -> IdSet:
+        return self._sets[index]
+
+    def inverse(self, index: int) -> Tensor:
+        """For each id of a set, in the order it was given, its row among the pulled ones: ``[T]``."""
+        return self._sets[index].needed.inverse
+
+    def sum(self, index: int, grads: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Gradients ``[T, d]`` of the ids of a set, as one for each needed row: summed in fp32, in the order of ids."""
+        return segment_sum(grads, self._sets[index].needed, dtype or grads.dtype)
+
+    def start_ids(self) -> None:
+        """Wait for the counts; send the places of the needed rows to their owners."""
+        if self._coming is not None:
+            return
+        told, width = self.call.metadata.wait(), len(self._sets)
+        rank, size = self.axis.rank, self.axis.size
+        mean = [sum(row[index] for row in told) / size for index in range(width)]
+        load = sum(mean) / max(1, sum(one.ownership.rows for one in self._sets))
+        self.dense_pull = load >= DENSE_PULL  # the same on every rank: all know all counts
+        boxes, places = [], []
+        for index, one in enumerate(self._sets):
+            one.asked_bounds = [0, *accumulate(row[width + index] for row in told)]
+            places.append(one.places.int())
+            boxes.append(places[-1].new_empty(one.asked_bounds[-1]))
+            boxes[-1][one.asked_by(rank)] = places[-1][one.owned_by(rank)]
+        pending = exchange_coalesced(
+            self.call,
+            [(to, [x[one.owned_by(to)] for x, one in zip(places, self._sets, strict=True)]) for to in self.call.others],
+            [(at, [x[one.asked_by(at)] for x, one in zip(boxes, self._sets, strict=True)]) for at in self.call.others],
+        )
+
+        def finish() -> None:
+            pending.wait()
+            for one, box in zip(self._sets, boxes, strict=True):
+                one.asked = box.long()
+
+        self._coming = Pending(finish)
+
+    def wait_ids(self) -> None:
+        """Return when this rank knows what it is asked for; starts the ids if nobody did."""
+        self.start_ids()
+        assert self._coming is not None
+        self._coming.wait()
+
+    def pull(self, shards: Shards) -> Pending[list[Any]]:
+        """Start the rows on their way. ``shards``: this rank's rows ``[n, d]`` of each set's table.
+
+        ``wait()`` gives, for each set, the needed rows ``[U, d]``, in the order of `inverse`; where a set has a list of
+        tables, a list.
+        """
+        tables = self._read("pull", shards)
+        call = self._begin("pull", tables, [one.ownership.count(self.axis.rank) for one in self._sets])
+        self.wait_ids()
+        rank = self.axis.rank
+        rows = [[x.new_empty(len(one.needed.unique), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
+        for (one, xs), outs in zip(self._zip(tables), rows, strict=True):
+            for x, out in zip(xs, outs, strict=True):
+                torch.index_select(x, 0, one.asked[one.asked_by(rank)], out=out[one.owned_by(rank)])
+        if self.dense_pull:
+            pending = self._pull_whole(call, tables, rows)
+        else:
+            pending = exchange_coalesced(
+                call,
+                [(to, [x.index_select(0, one.asked[one.asked_by(to)]) for one, xs in self._zip(tables) for x in xs])
+                 for to in call.others],
+                [(at, [out[one.owned_by(at)] for one, outs in self._zip(rows) for out in outs]) for at in call.others],
+            )  # fmt: skip
+
+        def finish() -> list[Any]:
+            pending.wait()
+            return [_as_given(given, outs) for given, outs in zip(shards, rows, strict=True)]
+
+        return Pending(finish)
+
+    def push(self, grads: Shards) -> Pending[list[Any]]:
+        """Start gradients on their way home. ``grads``: one row for each needed row, ``[U, d]``, as `pull` gives them.
+
+        They travel in their dtype. ``wait()`` gives what the ranks say about this rank's rows, for `merge`.
+        """
+        tables = self._read("push", grads)
+        call = self._begin("push", tables, [len(one.needed.unique) for one in self._sets])
+        self.wait_ids()
+        rank = self.axis.rank
+        boxes = [[x.new_empty(len(one.asked), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
+        for (one, xs), mine in zip(self._zip(tables), boxes, strict=True):
+            for x, box in zip(xs, mine, strict=True):
+                box[one.asked_by(rank)] = x[one.owned_by(rank)]
+        pending = exchange_coalesced(
+            call,
+            [(to, [x[one.owned_by(to)].contiguous() for one, xs in self._zip(tables) for x in xs])
+             for to in call.others],
+            [(at, [box[one.asked_by(at)] for one, mine in self._zip(boxes) for box in mine]) for at in call.others],
+        )  # fmt: skip
+
+        def finish() -> list[Any]:
+            pending.wait()
+            return [_as_given(given, mine) for given, mine in zip(grads, boxes, strict=True)]
+
+        return Pending(finish)
+
+    def merge(self, received: Sequence[Any], memory: SpareMemory | None = None) -> list[Any]:
+        """What `push` received, for each own row once: (places ``[M]``, sums ``[M, d]``) for each set.
+
+        Sums are in rank order and at least in fp32; where a set has a list of tables, a list of such pairs.
+        ``memory``: where to put them.
+        """
+        merged: list[Any] = []
+        for one, boxes in zip(self._sets, received, strict=True):
+            pairs, rows = [], len(one.merged.unique)
+            for box in _as_list(boxes):
+                wide = torch.promote_types(box.dtype, torch.float32)
+                out = None if memory is None else memory.take(rows, box.shape[1], wide, box.device)
+                pairs.append((one.merged.unique, segment_sum(box, one.merged, wide, out)))
+            merged.append(_as_given(boxes, pairs))
+        return merged
+
+    def _zip(self, tables: Sequence[list[Tensor]]) -> list[tuple[IdSet, list[Tensor]]]:
+        return list(zip(self._sets, tables, strict=True))
+
+    def _read(self, direction: str, given: Shards) -> list[list[Tensor]]:
+        """For each set of ids its tables."""
+        operation = f"{self._operation}.{direction}"
+        tables = read(operation, self.axis.rank, lambda: [_as_list(one) for one in given])
+        if isinstance(tables, Exception):
+            self.axis.refuse(operation, tables)
+        return tables
+
+    def _begin(self, direction: str, tables: Sequence[list[Tensor]], rows: list[int]) -> Call:
+        operation, rank = f"{self._operation}.{direction}", self.axis.rank
+        fault = read(operation, rank, lambda: find_tables_fault(operation, tables, rows, rank))
+        if fault is not None:
+            self.axis.refuse(operation, fault)
+        kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
+        return self.axis.begin(operation, _TableOptions(kinds), of=self.call.number)
+
+    def _pull_whole(self, call: Call, tables: list[list[Tensor]], rows: list[list[Tensor]]) -> Pending[None]:
+        """Every owner sends its whole shard; the needed rows are picked here."""
+        whole = {
+            at: [x.new_empty(one.ownership.count(at), x.shape[1]) for one, xs in self._zip(tables) for x in xs]
+            for at in call.others
+        }
+        mine = [x.contiguous() for xs in tables for x in xs]
+        pending = exchange_coalesced(call, [(to, mine) for to in call.others], list(whole.items()))
+
+        def finish() -> None:
+            pending.wait()
+            targets = [(one, out) for one, outs in self._zip(rows) for out in outs]
+            for at, shards in whole.items():
+                for (one, out), shard in zip(targets, shards, strict=True):
+                    part = one.owned_by(at)
+                    torch.index_select(shard, 0, one.places[part], out=out[part])
+
+        return Pending(finish)
+
+
+def _read(
+    ids: Any, num_embeddings: Any, ownership: Any, rank: int
+) -> tuple[list[Tensor], list[int], _Options] | Exception:
+    """(sets of ids, sizes of their tables, what ranks must have in common), or what is wrong."""
+    if isinstance(ids, Tensor):
+        sets = [ids]
+    elif isinstance(ids, tuple | list) and ids and all(isinstance(one, Tensor) for one in ids):
+        sets = list(ids)
+    else:
+        words = "ids must be a tensor of int32 or int64, or a list of such"
+        return TypeError(f"rows: {words}, got {show(ids)} (rank {rank})")
+    sizes = list(num_embeddings) if isinstance(num_embeddings, tuple | list) else [num_embeddings] * len(sets)
+    fault = find_ids_fault("rows", sets, sizes, rank) or find_ownership_fault("rows", ownership, rank)
+    if fault is not None:
+        return fault
+    sizes = [int(size) for size in sizes]
+    return sets, sizes, _Options(tuple(sizes), the_choice(ownership, KINDS))
+
+
+def _as_list(given: Any) -> list[Tensor]:
+    """The tables of a set of ids: one, or a list of them."""
+    return [given] if isinstance(given, Tensor) else list(given)
+
+
+def _as_given(given: Any, values: list[Any]) -> Any:
+    """A value for each table, as a list where tables were given as one."""
+    return values[0] if isinstance(given, Tensor) else values

@@ -1,0 +1,227 @@
+"""`RowTable`: the rows of a table this rank owns, their gradients, and who keeps them up to date."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from weft.comm import Axis, Ledger
+from weft.ops.embedding.compact import compact, segment_sum
+from weft.ops.embedding.ownership import Ownership
+from weft.ops.embedding.spare import SpareMemory
+
+
+class DeferredRows(Protocol):
+    """An optimizer that leaves rows alone and brings them up to date when they are needed."""
+
+    def catch_up(self, table: RowTable, places: Tensor | None) -> None:
+        """Bring own rows (None: all) to where the last step left the table."""
+        ...
+
+    def is_restless(self, table: RowTable, places: Tensor) -> Tensor:
+        """Of own rows: whether the next step changes them even if they get no gradient."""
+        ...
+
+
+class RowTable:
+    """What a `ShardedEmbedding` and its optimizer know about one table. Found as ``weight.row_table``.
+
+    ``weight`` is ``[n, d]``, the own rows by place, or with ``replicate`` ``[N, d]``, all rows, of which only the own
+    ones are sure to be up to date. Gradients are sparse, at least fp32, and only of own rows.
+    """
+
+    def __init__(self, weight: Parameter, axis: Axis, ownership: Ownership, reduce: str, replicate: bool) -> None:
+        self.weight, self.axis, self.ownership = weight, axis, ownership
+        self.reduce, self.replicate = reduce, replicate
+        self.scale = 1.0 / axis.size if reduce == "mean" else 1.0
+        self.keeper: DeferredRows | None = None
+        self.memory = SpareMemory()  # of the last gradient
+        self.lock = threading.RLock()  # a prefetch reads rows beside the main line
+        self.version = 0  # rises with every step
+        self._own_writes = self._stepped_by_others = 0
+        self._changed: Tensor | None = None  # for each own row the version it last changed in, once somebody asks
+        self.collects_late = False  # whether gradients that have arrived are summed when asked for, not in the backward
+        self._arriving: list[Callable[[], None]] = []  # what will take them, in the order of backwards
+        self._promise: Tensor | None = None  # ``weight.grad`` while they are under way
+        self._is_blank = False  # whether that says nothing by itself
+        self.pushes = Ledger()  # of those gradients
+        self._awaiting: list[Tensor] = []  # places that have been pulled and will get a gradient before the next step
+        weight.row_table = self  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowTable:
+        """A table of its own on the same ranks, up to date, without gradients and without an optimizer."""
+        weight = copy.deepcopy(self.weight, memo)
+        made = memo[id(self)] = RowTable(weight, self.axis, self.ownership, self.reduce, self.replicate)
+        return made
+
+    @property
+    def values(self) -> Tensor:
+        """The weight as it lies in memory, in which rows may be behind."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.weight.detach()
+
+    @property
+    def shard(self) -> Tensor:
+        """The own rows ``[n, d]``: a view of `values`."""
+        return self.values[self.ownership.ids(self.axis.rank)] if self.replicate else self.values
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Sums, gradients and optimizer states are in this dtype."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def current(self, places: Tensor | None = None) -> Tensor:
+        """The shard, after ``places`` (None: all) have been brought up to date."""
+        if self.keeper is not None:
+            self.keeper.catch_up(self, places)
+        return self.shard
+
+    def rows_in_weight(self, places: Tensor) -> Tensor:
+        """Where own rows lie in the weight."""
+        if not self.replicate:
+            return places
+        ids = self.ownership.ids(self.axis.rank)
+        return places * (ids.step or 1) + ids.start
+
+    def places_in_weight(self, rows: Tensor) -> Tensor:
+        """The places of own rows of the weight."""
+        if not self.replicate:
+            return rows
+        ids = self.ownership.ids(self.axis.rank)
+        return (rows - ids.start) // (ids.step or 1)
+
+    def expect_gradient(self, take: Callable[[], None]) -> None:
+        """A gradient is under way that ``take`` waits for and adds.
+
+        Until then ``weight.grad``, if there was none, is a sparse tensor with one row of zeros: whoever removes or
+        empties it, as ``model.zero_grad()`` does, means what is under way.
+        """
+        self._drop_forgotten()
+        self._arriving.append(take)
+        grad = self.weight.grad
+        if grad is None or (grad.is_sparse and not grad._nnz()):
+            rows = min(1, self.ownership.count(self.axis.rank))
+            zeros = torch.zeros(rows, self.weight.shape[1], dtype=self.wide, device=self.weight.device)
+            self._set_gradient(torch.arange(rows, device=zeros.device), zeros)
+            self._is_blank = True
+        self._promise = self.weight.grad
+
+    def _drop_forgotten(self) -> None:
+        """Wait for gradients under way and drop them, if ``weight.grad`` has been set to None or to zero since."""
+        grad = self.weight.grad
+        emptied = grad is not None and grad is self._promise and grad.is_sparse and not grad._nnz()
+        if self._arriving and (grad is None or emptied):
+            self.collect()
+            self.weight.grad = grad
+            self.pushes.events.clear()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient, or one under way."""
+        self._drop_forgotten()
+        return self.weight.grad is not None
+
+    def collect(self) -> None:
+        """Wait for gradients under way; they are then in ``weight.grad``."""
+        arriving, self._arriving = self._arriving, []
+        grad = self.weight.grad
+        if self._is_blank and grad is not None and grad is self._promise and grad._nnz() <= 1:
+            self.weight.grad = None
+        self._promise, self._is_blank = None, False
+        for take in arriving:
+            take()
+
+    def gradient(self) -> tuple[Tensor, Tensor] | None:
+        """(places ``[M]``, rows ``[M, d]``) of the gradient that has arrived here; None if there is none."""
+        self._drop_forgotten()
+        self.collect()
+        grad = self.weight.grad
+        if grad is None:
+            return None
+        if not grad.is_sparse:  # somebody computed with the weight itself, for example a penalty on it
+            if self.replicate:
+                raise TypeError(
+                    f"ShardedEmbedding: the gradient of a replica is dense: its weight was used directly; what other "
+                    f"ranks say about these rows is not known (rank {self.axis.rank}); use the module or full_weight()"
+                )
+            self._set_gradient(torch.arange(len(grad), device=grad.device), grad.to(self.wide))
+            return self.gradient()
+        if not grad.is_coalesced():
+            self.weight.grad = grad = grad.coalesce()
+        return self.places_in_weight(grad.indices()[0]), grad.values()
+
+    def add_gradient(self, places: Tensor, rows: Tensor) -> None:
+        """Add gradients of own rows, each place once and rising. Earlier backwards come first in every sum."""
+        before = self.gradient()
+        if before is not None and len(before[0]):
+            found = compact(torch.cat([before[0], places]))
+            places, rows = found.unique, segment_sum(torch.cat([before[1], rows]), found, rows.dtype)
+        self._set_gradient(places, rows)
+
+    def _set_gradient(self, places: Tensor, rows: Tensor) -> None:
+        if self.weight.grad_dtype != rows.dtype:
+            self.weight.grad = None
+            self.weight.grad_dtype = rows.dtype
+        self.weight.grad = torch.sparse_coo_tensor(
+            self.rows_in_weight(places)[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False
+        )
+
+    # What prefetching asks: see `weft.ops.embedding.prefetch`.
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around changes of the weight that `stepped` tells of, or that change no row's value."""
+        with self.lock:
+            before = self.weight._version
+            yield
+            self._own_writes += self.weight._version - before
+
+    @property
+    def foreign_writes(self) -> int:
+        """How often somebody else has written to the weight."""
+        return self.weight._version - self._own_writes
+
+    def await_gradient(self, places: Tensor) -> None:
+        """These own rows were pulled for a forward that will have a backward."""
+        if self.foreign_writes != self._stepped_by_others:  # an optimizer that does not tell has stepped
+            self._stepped_by_others = self.foreign_writes
+            self._awaiting.clear()
+        self._awaiting.append(places)
+        if len(self._awaiting) > 64:  # nobody steps
+            self._awaiting = [torch.cat(self._awaiting).unique()]
+
+    def stepped(self, places: Tensor) -> None:
+        """A step has changed own rows, besides the restless ones."""
+        self.version += 1
+        self._awaiting.clear()
+        if self._changed is not None:
+            self._changed[places] = self.version
+
+    def changed_since(self, places: Tensor, version: int) -> Tensor:
+        """Of own rows that were not expected to change: whether they have since ``version``.
+
+        Also those that move by themselves now: since then weight decay or another mode may have been switched on.
+        """
+        assert self._changed is not None, "will_change is asked first"
+        found = self._changed[places] > version
+        if self.keeper is not None and self.version > version:
+            found |= self.keeper.is_restless(self, places)
+        return found
+
+    def will_change(self, places: Tensor) -> Tensor:
+        """Of own rows: whether the next step is expected to change them."""
+        count = self.ownership.count(self.axis.rank)
+        if self._changed is None:
+            self._changed = torch.zeros(count, dtype=torch.int64, device=places.device)
+        expected = torch.zeros(count, dtype=torch.bool, device=places.device)
+        for some in list(self._awaiting):
+            expected[some] = True
+        found = expected[places]
+        return found if self.keeper is None else found | self.keeper.is_restless(self, places)

@@ -1,0 +1,113 @@
+"""The kernels as torch operators, `torch.ops.weft.*`, with their FLOPs: what traces and virtual time see of them.
+
+An operator's tensors are what its kernel reads and writes, each once; on meta tensors it does nothing, so that a
+virtual machine counts its bytes and FLOPs. The products of a kernel are counted as it takes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from typing import Any
+
+import torch
+
+from weft.ops.linear_attention.fused.tiling import Tiling, gate_kind, tile
+
+_SCHEMAS = {
+    "chunk_states": "(Tensor x, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!) states, Tensor(b!)? since, "
+    "Tensor(c!) sums, Tensor(d!)? sum_logs, float scale, int chunk, bool reverse) -> ()",
+    "scan_pieces": "(Tensor sums, Tensor? sum_logs, Tensor? boundary, Tensor[] tables, Tensor(a!) arriving, "
+    "Tensor(b!) final, Tensor(c!)? final_log, bool reverse) -> ()",
+    "output_intra": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor(a!) partial, float scale, "
+    "int chunk) -> ()",
+    "output_inter": "(Tensor q, Tensor? g, Tensor[] tables, Tensor states, Tensor? since, Tensor arriving, "
+    "Tensor partial, Tensor(a!) o, float scale, int chunk) -> ()",
+    "query_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor states, "
+    "Tensor? since, Tensor arriving, Tensor(a!) dq, Tensor(b!)? row_gate, float scale, int chunk) -> ()",
+    "key_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dk, "
+    "Tensor(b!)? col_gate, float scale, int chunk) -> ()",
+    "value_grads": "(Tensor q, Tensor k, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dv, float scale, "
+    "int chunk) -> ()",
+    "key_finish": "(Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor? states, Tensor? since, "
+    "Tensor? arriving, Tensor grad_states, Tensor? until, Tensor grad_arriving, Tensor dk_inner, Tensor? row_gate, "
+    "Tensor? col_gate, Tensor(a!) dk, Tensor(b!)? dg, int chunk) -> ()",
+    "value_finish": "(Tensor k, Tensor? g, Tensor[] tables, Tensor grad_states, Tensor? until, "
+    "Tensor grad_arriving, Tensor dv_inner, Tensor(a!) dv, int chunk) -> ()",
+}
+
+
+def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log_products: int) -> float:
+    """FLOPs of the matrix products of a kernel for one token and value head.
+
+    ``log_products`` is what a sum of logs takes: one product, or two where g is fp32. A kernel on blocks of tokens
+    works on the pairs (i, j <= i) of the blocks of a chunk; what its grid repeats for blocks of K or V is counted.
+    """
+    state = 2 * keys * values
+    blocks, levels = tiling.chunk // tiling.rows, tiling.rows.bit_length() - 1
+    parts_k, parts_v = -(-keys // tiling.keys), -(-values // tiling.values)
+    pairs = (blocks + 1) / 2  # for each block of tokens
+    row_k, row_v = 2 * tiling.rows * keys, 2 * tiling.rows * values  # one token, a block of tokens, all of K or V
+    if gate == "vector":
+        inner = levels * (1 + log_products) * row_k  # on the diagonal: a product, and the sums of logs for it
+        scores = inner + (pairs - 1) * row_k
+    else:
+        inner = row_k
+        scores = pairs * row_k
+    with_keys = inner + (pairs - 1) * row_k
+    return {
+        "chunk_states": state,
+        "scan_pieces": 0,
+        "output_intra": parts_v * scores + pairs * row_v,
+        "output_inter": state,
+        "query_grads": parts_k * pairs * row_v + with_keys + state,
+        "key_grads": parts_k * pairs * row_v + with_keys,
+        "value_grads": parts_v * scores + pairs * row_v,
+        "key_finish": state + (2 * tiling.chunk * keys if gate == "vector" else 0),
+        "value_finish": state,
+    }[kernel]
+
+
+def _formula(kernel: str) -> Any:
+    names = re.findall(r"(\w+)(?:,|\) ->)", _SCHEMAS[kernel])
+
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if kernel == "scan_pieces":
+            return 0
+        x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
+        y = next(given[name] for name in ("y", "v", "o", "do", "dv") if name in given)
+        g = given["g"]
+        batch, tokens, heads, values = y.shape
+        tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype)
+        logs = 2 if g is not None and g.dtype == torch.float32 else 1
+        return round(batch * tokens * heads * products(kernel, gate_kind(g), tiling, x.shape[-1], values, logs))
+
+    return count
+
+
+def _launch(kernel: str) -> Any:
+    def launch(*args: Any) -> None:
+        getattr(importlib.import_module("weft.ops.linear_attention.fused.launch"), kernel)(*args).run()
+
+    return launch
+
+
+@functools.cache
+def operators() -> Any:
+    """``torch.ops.weft`` with the kernels defined; on first use, since importing weft does no work."""
+    from torch.utils.flop_counter import register_flop_formula  # imports triton where that is installed
+
+    library = torch.library.Library("weft", "FRAGMENT")
+    for kernel, schema in _SCHEMAS.items():
+        library.define(kernel + schema)
+        for key in ("CPU", "CUDA"):
+            library.impl(kernel, _launch(kernel), key)
+        library.impl(kernel, lambda *args: None, "Meta")
+        register_flop_formula(getattr(torch.ops.weft, kernel), get_raw=True)(_formula(kernel))
+    _kept.append(library)  # an operator lives as long as the library that defined it
+    return torch.ops.weft
+
+
+_kept: list[torch.library.Library] = []

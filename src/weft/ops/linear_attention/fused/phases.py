@@ -1,0 +1,220 @@
+"""`ChunkForward` and `ChunkBackward` with Triton kernels: the same phases, arguments and results.
+
+| phase           | kernels                               | reads                         | writes              |
+|-----------------|---------------------------------------|-------------------------------|---------------------|
+| forward         | chunk_states, scan_pieces             | k, v, g                       | states, `maps`      |
+| forward.intra   | output_intra                          | q, k, v, g                    | partial o           |
+| forward.finish  | scan_pieces, output_inter             | q, g, states, partial o       | o                   |
+| backward        | chunk_states, scan_pieces             | q, do, g                      | dstates, `maps`     |
+| backward.intra  | chunk_states, scan_pieces,            | q, k, v, g, do                | states, dq,         |
+|                 | query_grads, key_grads, value_grads   |                               | partial dk, dv, dg  |
+| backward.finish | scan_pieces, key_finish, value_finish | k, v, g, states, dstates,     | dk, dv, dg          |
+|                 |                                       | partial dk, dv, dg            |                     |
+
+Inputs are read where they lie, packed or strided. States, partial results and gate gradients are fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.ops.linear_attention.fused.operators import operators
+from weft.ops.linear_attention.fused.pieces import Pieces, cut
+from weft.ops.linear_attention.fused.tiling import gate_kind, tile
+from weft.ops.linear_attention.gate import FLOOR
+from weft.ops.linear_attention.grid import Grid
+
+
+@dataclass
+class _States:
+    """The states at the chunks of a call in one direction, from zero at each piece, and what the pieces add up to.
+
+    ``states`` [M, B, HV, K, V], ``logs`` [M, B, HV, (K)]; ``sums`` and ``sum_logs`` the same for pieces. `scan` gives
+    ``arriving`` [P, B, HV, K, V], what arrives at the pieces.
+    """
+
+    grid: Grid
+    pieces: Pieces
+    reverse: bool
+    states: Tensor
+    logs: Tensor | None
+    sums: Tensor
+    sum_logs: Tensor | None
+    arriving: Tensor
+
+    @classmethod
+    def of(
+        cls, grid: Grid, pieces: Pieces, x: Tensor, y: Tensor, g: Tensor | None, scale: float, reverse: bool
+    ) -> _States:
+        """Launch the kernel: x = k, y = v, or with ``reverse`` x = q, y = do."""
+        inner = grid.batch, grid.value_heads
+        log = () if g is None or g.dim() < 4 else (grid.key_dim,)
+
+        def room(count: int, *shape: int) -> Tensor:
+            return x.new_empty(count, *inner, *shape, dtype=torch.float32)
+
+        states, sums, arriving = (
+            room(count, grid.key_dim, grid.value_dim) for count in (pieces.chunks, pieces.count, pieces.count)
+        )
+        logs, sum_logs = (None if g is None else room(count, *log) for count in (pieces.chunks, pieces.count))
+        if pieces.chunks:
+            tables = [pieces.start, pieces.length, pieces.first, pieces.last]
+            operators().chunk_states(x, y, g, tables, states, logs, sums, sum_logs, scale, grid.chunk, reverse)
+        return cls(grid, pieces, reverse, states, logs, sums, sum_logs, arriving)
+
+    def scan(self, boundary: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Let ``boundary`` [B*N, HV, K, V] (None: zero) go through the segments: log decay, and what comes out."""
+        grid, segments = self.grid, len(self.grid.lengths)
+        final = self.sums.new_empty(grid.batch * segments, *self.sums.shape[2:])
+        log = None if self.sum_logs is None else self.sums.new_empty(grid.batch * segments, *self.sum_logs.shape[2:])
+        if boundary is not None:
+            boundary = boundary.detach().float().contiguous()
+        if segments:
+            tables = [self.pieces.segment_first, self.pieces.segment_last]
+            operators().scan_pieces(self.sums, self.sum_logs, boundary, tables, self.arriving, final, log, self.reverse)
+        return log, final
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x itself if its last dimension lies together, as the kernels want it."""
+    x = x.detach()
+    return x if x.dim() == 1 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+class _Tokens:
+    """The inputs of one call as the kernels take them."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int
+    ) -> None:
+        self.q, self.k, self.v, self.scale = _readable(q), _readable(k), _readable(v), scale
+        self.g = None if g is None else g.detach().contiguous() if g.dim() == 3 else _readable(g)
+        self.grid = Grid(q, v, lengths, chunk_size)
+        self.pieces = cut(self.grid, gate_kind(g), q.dtype)
+        self.tables = [self.pieces.start, self.pieces.length, self.pieces.piece]
+
+    def empty(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Room for [B, T, HV, dim]."""
+        return self.q.new_empty(self.grid.batch, self.grid.tokens, self.grid.value_heads, dim, dtype=dtype)
+
+
+class FusedForward:
+    """`ChunkForward` with Triton kernels."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int
+    ) -> None:
+        self._in = _Tokens(q, k, v, g, scale, lengths, chunk_size)
+        self._states = _States.of(self._in.grid, self._in.pieces, self._in.k, self._in.v, self._in.g, 1.0, False)
+        self.maps = self._states.scan(None)
+
+    def intra(self) -> None:
+        """The part of o that stays within chunks."""
+        x = self._in
+        self._partial = x.empty(x.grid.value_dim)
+        if x.pieces.chunks:
+            operators().output_intra(x.q, x.k, x.v, x.g, x.tables[:2], self._partial, x.scale, x.grid.chunk)
+
+    def finish(self, entering: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add what the entering states and earlier chunks give: o [B, T, HV, V] and leaving states [B*N, HV, K, V]."""
+        x, s = self._in, self._states
+        leaving = self.maps[1].clone() if entering is None else s.scan(entering)[1]
+        o = x.empty(x.grid.value_dim, x.v.dtype)
+        if x.pieces.chunks:
+            operators().output_inter(
+                x.q, x.g, x.tables, s.states, s.logs, s.arriving, self._partial, o, x.scale, x.grid.chunk
+            )
+        return o, leaving
+
+
+class FusedBackward:
+    """`ChunkBackward` with Triton kernels."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        scale: float,
+        lengths: list[int],
+        chunk_size: int,
+        entering: Tensor | None,
+        do: Tensor,
+    ) -> None:
+        self._in = x = _Tokens(q, k, v, g, scale, lengths, chunk_size)
+        self._do, self._dg_like = _readable(do), g
+        self._grads = _States.of(x.grid, x.pieces, x.q, self._do, x.g, scale, True)
+        self.maps = self._grads.scan(None)
+        self._entering = entering
+
+    def intra(self) -> None:
+        """All that needs no gradient of the leaving states: dq, the within-chunk part of dk, dv, and of dg.
+
+        The states between chunks are computed again for it, and kept for `finish` where there is a decay.
+        """
+        x = self._in
+        self._states = s = _States.of(x.grid, x.pieces, x.k, x.v, x.g, 1.0, False)
+        s.scan(self._entering)
+        self._dq = x.empty(x.grid.key_dim, x.q.dtype if x.grid.group == 1 else torch.float32)
+        self._dk, self._dv = x.empty(x.grid.key_dim), x.empty(x.grid.value_dim)
+        self._row, self._col = self._gate_parts(), self._gate_parts()
+        if x.pieces.chunks:
+            run, chunk = operators(), x.grid.chunk
+            run.query_grads(
+                x.q, x.k, x.v, x.g, self._do, x.tables, s.states, s.logs, s.arriving, self._dq, self._row, x.scale,
+                chunk,
+            )  # fmt: skip
+            run.key_grads(x.q, x.k, x.v, x.g, self._do, x.tables[:2], self._dk, self._col, x.scale, chunk)
+            run.value_grads(x.q, x.k, x.g, self._do, x.tables[:2], self._dv, x.scale, chunk)
+
+    def _gate_parts(self) -> Tensor | None:
+        """Room for what tokens give to the gates: [B, T, HV, K], or [parts, B, T, HV] (see `backward`)."""
+        x = self._in
+        if x.g is None or x.g.dim() == 4:
+            return self._empty_dg()
+        block = tile("query_grads", x.grid.chunk, x.grid.key_dim, x.grid.value_dim, gate_kind(x.g), x.q.dtype).keys
+        parts = -(-x.grid.key_dim // block)
+        return x.q.new_empty(parts, x.grid.batch, x.grid.tokens, x.grid.value_heads, dtype=torch.float32)
+
+    def _empty_dg(self) -> Tensor | None:
+        x = self._in
+        if x.g is None:
+            return None
+        return x.empty(x.grid.key_dim) if x.g.dim() == 4 else x.empty(1).squeeze(-1)
+
+    def finish(self, grad_leaving: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Add what the states' gradients give: dq, dk, dv, dg (None without decay), the entering states' gradient."""
+        x, s, grads = self._in, self._states, self._grads
+        entering = self.maps[1].clone() if grad_leaving is None else grads.scan(grad_leaving)[1]
+        dk, dv = x.empty(x.grid.key_dim, self._dq.dtype), x.empty(x.grid.value_dim, x.v.dtype)
+        dg = self._empty_dg()
+        if x.pieces.chunks:
+            kept = (None, None, None) if x.g is None else (s.states, s.logs, s.arriving)
+            came = grads.states, grads.logs, grads.arriving
+            operators().key_finish(
+                x.k, x.v, x.g, x.tables, *kept, *came, self._dk, self._row, self._col, dk, dg, x.grid.chunk
+            )
+            operators().value_finish(x.k, x.g, x.tables, *came, self._dv, dv, x.grid.chunk)
+        dq, dk = (_sum_group(d, x.grid.heads).to(like.dtype) for d, like in ((self._dq, x.q), (dk, x.k)))
+        return dq, dk, dv, None if dg is None else _gate_grad(dg, x.g), entering
+
+
+def _sum_group(grad: Tensor, heads: int) -> Tensor:
+    """[B, T, HV, D] -> [B, T, heads, D], summed over the value heads that share a head."""
+    return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)
+
+
+def _gate_grad(dg: Tensor, g: Tensor | None) -> Tensor:
+    """The gradient of g from that of every token and value head, [B, T, HV] or [B, T, HV, K]."""
+    assert g is not None
+    if g.dim() == 4:
+        dg = _sum_group(dg, g.shape[2])
+    else:
+        dg = _sum_group(dg.unsqueeze(-1), g.shape[-1]).squeeze(-1)
+        dg = dg.sum((0, 1), dtype=torch.float64) if g.dim() == 1 else dg
+    # Below the floor the decay is zero whatever g is; this also gives -inf its exact gradient.
+    return dg.masked_fill(g < FLOOR, 0.0).to(g.dtype)

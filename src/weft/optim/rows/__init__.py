@@ -1,0 +1,1 @@
+"""Adam on the rows of tables that a batch touches."""

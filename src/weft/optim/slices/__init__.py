@@ -1,0 +1,1 @@
+"""AdamW whose state is sliced over the ranks."""

@@ -1,0 +1,128 @@
+"""Gradients that leave within the backward: hooks start each unit once its gradients are final."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weft.optim.step.run import StepRun, Unit
+from weft.parallel.dtensor import local_of
+
+_watched = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook
+
+
+class EarlyGradients:
+    """Starts units in one order, the same on every rank, whatever the order in which gradients become final.
+
+    ``expected`` are the parameters that had gradients in the last step (at first: those that require them). A unit
+    leaves when all of them in it have one; what is missing when the step begins travels as zeros, so that all ranks
+    have sent the same when they compare.
+    """
+
+    def __init__(self, make_run: Callable[[], StepRun]) -> None:
+        self._make_run = make_run
+        self._expected: list[Tensor] = []
+        self._scatter: list[Unit] = []
+        self._unit_of: dict[Tensor, int] = {}
+        self._run: StepRun | None = None
+        self._missing: list[set[Tensor]] = []  # of each unit
+        self._next = 0  # the unit that leaves next
+        self._sent: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._paused = False
+
+    def arm(self, scatter: Sequence[Unit], expected: Sequence[Tensor]) -> None:
+        """Wait for the next backward."""
+        self._run, self._sent, self._next = None, {}, 0
+        self._scatter, self._expected = list(scatter), list(expected)
+        self._unit_of = {
+            p: place for place, unit in enumerate(self._scatter) for p in unit.part.buckets()[unit.bucket]
+        }  # fmt: skip
+        self._missing = [set() for _ in self._scatter]
+        for parameter in self._expected:
+            if not hasattr(parameter, "row_table"):  # those leave by themselves
+                self._missing[self._unit_of[parameter]].add(parameter)
+                self._watch(parameter)
+
+    def _watch(self, parameter: Tensor) -> None:
+        """Hear of a parameter's gradients. It has one step: a new one takes it over, a step that is gone lets it go."""
+        owner, handle = _watched.get(parameter, (None, None))
+        if owner is not None and owner() is self:
+            return
+        if handle is not None:
+            handle.remove()
+        me = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            early = me()
+            if early is not None:
+                early._arrived(parameter)
+
+        _watched[parameter] = me, parameter.register_post_accumulate_grad_hook(arrived)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards in here only accumulate."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @torch.no_grad()
+    def _arrived(self, parameter: Tensor) -> None:
+        if self._paused or parameter not in self._unit_of:
+            return
+        place = self._unit_of[parameter]
+        if place < self._next:
+            return  # it has left: `find_fault` tells
+        self._missing[place].discard(parameter)
+        while self._next < len(self._scatter) and not self._missing[self._next]:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._run is None:
+            self._run = self._make_run()
+            self._run.begin(self._expected)
+        unit = self._scatter[self._next]
+        for parameter in unit.part.buckets()[unit.bucket]:
+            grad = None if parameter.grad is None else local_of(parameter.grad)
+            self._sent[parameter] = grad, 0 if grad is None else grad._version
+        self._run.send([unit])
+        self._next += 1
+
+    def take(self) -> tuple[StepRun, list[Tensor]]:
+        """The run, all of whose units have left, and the parameters it was begun with."""
+        while self._next < len(self._scatter):
+            self._leave()
+        if self._run is None:  # there are no units
+            self._run = self._make_run()
+            self._run.begin(self._expected)
+        return self._run, self._expected
+
+    @property
+    def has_begun(self) -> bool:
+        return self._run is not None
+
+    def find_fault(self, names: Callable[[Tensor], str], scaler: str | None, rank: int) -> Exception | None:
+        """Whether a gradient was changed after it had left.
+
+        ``scaler``: whether a GradScaler has "unscaled" them, or will not and has "looked" at them: it then multiplies
+        them by 1. torch does not count what it writes there.
+        """
+        for parameter, (grad, version) in self._sent.items():
+            now = parameter.grad
+            if grad is None or hasattr(parameter, "row_table"):
+                continue
+            same = now is not None and (scaler == "looked" or (local_of(now) is grad and grad._version == version))
+            if not same or scaler == "unscaled":
+                return ValueError(
+                    f"OverlappedStep: the gradient of {names(parameter)} was changed after it had been sent in the "
+                    f"backward (rank {rank}); run all backwards but the last in no_sync(), clip with clip=, or use "
+                    f"overlap_backward=False"
+                )
+        return None

@@ -1,0 +1,299 @@
+"""`OverlappedStep`: one optimizer step made of parts; while the messages of one travel, another works."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.optim.rows.adam import RowAdam
+from weft.optim.step.early_gradients import EarlyGradients
+from weft.optim.step.explain import Explanation
+from weft.optim.step.faults import check_parts, publish_fault
+from weft.optim.step.joined_state import join_states, read_orders, read_states
+from weft.optim.step.orders import Orders, list_units, name_parameter, name_parts
+from weft.optim.step.part import StepPart, call_closure
+from weft.optim.step.record import StepRecord
+from weft.optim.step.run import StepRun, Unit, union_of_axes
+from weft.optim.step.saved_state import agree_to_load
+from weft.optim.step.tune import Tuning, tune
+from weft.optim.step.verdict import gather_verdict
+
+logger = logging.getLogger(__name__)
+
+
+class OverlappedStep(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` made of parts: `ShardedAdamW`, `REKLS`, `RowAdam`, or a `StepPart` of one's own.
+
+    All gradients are sent, in the order of ``scatter_order``; then buckets are worked on in the order of
+    ``work_order``, each as its gradients arrive, and send their results on while the next is worked on. The result is
+    that of the parts one after the other, to the bit, in any order.
+
+    ``scatter_order`` and ``work_order`` name parts (``"REKLS"``) or buckets (``"REKLS.0"``); what they do not name
+    follows. None: a default, until `tune` has found better ones. ``bucket_bytes``: gradients of an owner in a bucket of
+    `ShardedAdamW` or `REKLS`; a table is one bucket.
+
+    ``clip``: the largest norm of all gradients together, rows and matrices that lie on several ranks counted once.
+    ``norm`` is the last one before clipping. ``overlap_backward``: buckets leave within the backward, once their
+    gradients are final; run all backwards but the last of an accumulation in `no_sync`. The gradients of tables always
+    do.
+
+    Nothing of any part is changed before it is known that every rank can make the step. A gradient that is not finite,
+    or work that cannot be done, leaves everything as it was on all ranks: the step raises, or with
+    ``on_nonfinite="skip"`` is passed over and logged.
+
+    >>> import weft
+    >>> model = torch.nn.Linear(4, 3)
+    >>> parts = [weft.optim.REKLS([model.weight], lr=0.1), weft.optim.ShardedAdamW([model.bias])]
+    >>> step = OverlappedStep(parts, clip=1.0)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> step.step()
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler leaves grad_scale and found_inf here and calls step on all ranks
+
+    def __init__(
+        self,
+        parts: Sequence[StepPart],
+        *,
+        scatter_order: Sequence[str] | None = None,
+        work_order: Sequence[str] | None = None,
+        bucket_bytes: int | None = None,
+        clip: float | None = None,
+        overlap_backward: bool = False,
+        on_nonfinite: str = "raise",
+    ) -> None:
+        try:
+            check_parts(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
+            self.parts = name_parts(parts)
+            self._given = scatter_order, work_order
+            self._clip, self._on_nonfinite = None if clip is None else float(clip), on_nonfinite
+            self.norm: float | None = None
+            self._last: StepRecord | None = None
+            self._settled: dict[str, float] = {}  # seconds that writing took in the last step
+            self._expected: list[Tensor] | None = None
+            for part in parts:
+                if bucket_bytes is not None:
+                    part.cut(bucket_bytes)
+                if isinstance(part, RowAdam):
+                    part.collect_late()
+            # What all parts have: schedulers look there whether momentum can be cycled by betas.
+            common = {
+                name: value for name, value in parts[0].defaults.items() if all(name in p.defaults for p in parts)
+            }
+            super().__init__([group for part in parts for group in part.param_groups], common)
+            self._refresh()
+            self._rank = self._axes[-1].rank if self._axes else 0
+            self._early = EarlyGradients(self._make_run) if overlap_backward else None
+            self._arrange(None)
+        except Exception as error:
+            publish_fault(parts, error)
+            raise
+
+    # Orders.
+
+    @property
+    def orders(self) -> Orders:
+        """The names of buckets, as they send their gradients and as they are worked on."""
+        return self._orders
+
+    def _arrange(self, orders: Orders | None) -> None:
+        """Take these orders, or those that were given."""
+        self._units = list_units(self.parts)
+        if orders is None:
+            orders = Orders.read(*self._given, self._units, early=self._early is not None)
+        self._orders = orders
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._early is not None:
+            wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            expected = self._expected if self._expected is not None else wanted
+            self._early.arm(self._orders.sort_scatter(self._units), expected)
+
+    def _make_run(self, rehearsal: bool = False) -> StepRun:
+        record = StepRecord(self._clock(), self._rank)
+        return StepRun("OverlappedStep", self.parts, record, rehearsal, (self._clip, self._on_nonfinite))
+
+    def _clock(self) -> Callable[[], float]:
+        return self._axes[0].wire.clock if self._axes else time.perf_counter
+
+    # The step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parts. Every rank must call it; a ``closure`` is called on each of them."""
+        loss = call_closure(closure)
+        reason = self._run_once(self._orders)
+        if reason is not None:
+            words = f"OverlappedStep: {reason}; weights and state are as before"
+            if self._on_nonfinite == "raise":
+                raise RuntimeError(words)
+            logger.warning("%s: the step is skipped (rank %d)", words, self._rank)
+        return loss
+
+    def _run_once(self, orders: Orders, rehearsal: bool = False) -> str | None:
+        """One step in some orders; a ``rehearsal`` changes nothing."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scatter, work = orders.sort_scatter(self._units), orders.sort_work(self._units)
+        sent: list[Tensor] | None = None
+        if self._early is not None and not rehearsal:
+            run, sent = self._early.take()
+        else:
+            run = self._make_run(rehearsal)
+        record = self._last = run.record
+        clock = self._clock()
+        record.began = clock()
+        try:
+            if sent is None:
+                self._expected = run.start(scatter, found_inf)
+                self.norm = run.work(work, self._clip, grad_scale)
+            else:
+                scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
+                fault = self._find_early_fault(scaler)
+                self._expected, self.norm = run.work_on_sent(
+                    sent, scatter, work, self._clip, grad_scale, found_inf, fault
+                )
+            reason = run.finish()
+            if reason is None and not rehearsal:
+                self._settled = dict(record.settled)
+        finally:
+            record.ended = clock()
+            self._arm()
+        return reason
+
+    def _find_early_fault(self, scaler: str | None) -> Exception | None:
+        assert self._early is not None
+        return self._early.find_fault(lambda p: name_parameter(self.parts, p), scaler, self._rank)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With ``overlap_backward``: backwards in here accumulate gradients and send none, but those of tables."""
+        if self._early is None:
+            yield
+            return
+        with self._early.paused():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. With ``overlap_backward`` all ranks must call it: what is under way is waited for and dropped."""
+        self._drop_early()
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    def _drop_early(self) -> None:
+        """Wait for gradients that left in the backward, and forget that they did.
+
+        Ranks tell each other whether any have left: a rank whose backward failed sends what the others wait for.
+        """
+        if self._early is None:
+            return
+        begun = gather_verdict(
+            self._axes, "OverlappedStep.zero_grad", None, [int(self._early.has_begun)],
+            lambda axis, told: [max(row[0] for row in told)],
+        )[0]  # fmt: skip
+        if begun:
+            self._early.take()[0].drop()
+        self._arm()
+
+    def explain(self) -> Explanation:
+        """What the last step sent, what of it was hidden and what was exposed, by part, on this rank."""
+        if self._last is None or self._last.ended is None:
+            raise RuntimeError("OverlappedStep: explain() tells of the last step, and there has been none")
+        return Explanation(self._last)
+
+    @torch.no_grad()
+    def tune(self, machine: Any, *, tries: int = 64, measure: int = 3, show: bool = True) -> Tuning:
+        """Find good orders: call it after a backward, before the step; all ranks must. Nothing is changed but orders.
+
+        The step is rehearsed once to learn its messages and the seconds of its work. Then ``tries`` orders are run in
+        virtual time on ``machine`` (a `Machine`, or a `VirtualWorld` of as many ranks as take part). On
+        processes the best ``measure`` of them and the present ones are then rehearsed in turn, and the fastest is kept.
+        The same orders are taken on every rank and saved with the state; rank 0 prints the table (``show``).
+        """
+        self._drop_early()
+        found = tune(self, machine, tries, measure)
+        self._arrange(found.orders)
+        if show and max((axis.rank for axis in self._axes), default=0) == 0:
+            found.show()
+        return found
+
+    # What tune asks.
+
+    @property
+    def units(self) -> list[Unit]:
+        """All buckets of all parts."""
+        return list(self._units)
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The axes of more than one rank that the parts stand on."""
+        return list(self._axes)
+
+    def rehearse(self, orders: Orders) -> StepRecord:
+        """A step whose results are dropped. Gradients must be there."""
+        reason = self._run_once(orders, rehearsal=True)
+        if reason is not None:
+            raise RuntimeError(f"OverlappedStep: tune() needs a step that can be made, but {reason}")
+        assert self._last is not None
+        self._last.settled.update(self._settled)  # a rehearsal writes nothing
+        return self._last
+
+    # Parameter groups and states: those of the parts, one after the other.
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; ``param_group["part"]`` names the part it goes to, if there are several. All ranks must call."""
+        if self.__dict__.get("_axes") is None:  # torch's constructor hands over the groups of the parts
+            super().add_param_group(param_group)
+            return
+        group = dict(param_group)
+        name = group.pop("part", next(iter(self.parts)) if len(self.parts) == 1 else None)
+        if name not in self.parts:
+            raise ValueError(
+                f"OverlappedStep: add_param_group needs part=NAME, one of {', '.join(self.parts)}, got {name!r}"
+            )
+        self.parts[name].add_param_group(group)
+        self._refresh()
+        self._expected = None
+        self._given = self._orders.scatter, self._orders.work
+        self._arrange(None)
+
+    def _refresh(self) -> None:
+        """The groups and states of the parts, which they may have made anew."""
+        self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
+        self._axes = union_of_axes(list(self.parts.values()))
+        self.state.clear()
+        for part in self.parts.values():
+            self.state.update(part.state)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: the states of the parts, numbered through, and the orders. All ranks must ask."""
+        return join_states([part.state_dict() for part in self.parts.values()], self._orders)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; from any number of ranks, and from one ``torch.optim.AdamW`` of the same groups."""
+        halves, fault = read_states(state_dict, self.parts)
+        agree_to_load("OverlappedStep", self._axes, fault)  # all parts load, or none
+        for part, one in zip(self.parts.values(), halves, strict=True):
+            part.load_state_dict(one)
+        self._refresh()
+        orders = read_orders(state_dict)
+        if orders is not None:
+            self._units = list_units(self.parts)
+            names = {unit.name for unit in self._units}
+            if {*orders.scatter} == names and {*orders.work} == names:
+                self._arrange(orders)
+            else:
+                logger.info("OverlappedStep: the saved orders are of other buckets; tune() again (rank %d)", self._rank)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("OverlappedStep: parts over several ranks are not pickled or copied; save the state_dict()")

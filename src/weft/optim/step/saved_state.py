@@ -1,0 +1,80 @@
+"""Saved states of optimizers: taken apart before they are loaded, and what torch.optim.Adam and AdamW have besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.optim.step.verdict import gather_verdict
+
+if TYPE_CHECKING:
+    from weft.optim.step.part import StepPart
+
+# Options of Adam's param groups that ours do not have: saved with the values that mean the same.
+OF_TORCH = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+
+
+def first_count() -> Tensor:
+    """The number of steps made: fp32 as torch's, whatever the default dtype is (bf16 ends at 256)."""
+    return torch.tensor(0.0, dtype=torch.float32)
+
+
+def keep_own_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Saved param groups with the options that the optimizer's groups have, and no others."""
+    groups = [dict(group) for group in saved]
+    for other in ("amsgrad", "maximize"):
+        if any(group.get(other) for group in groups):
+            raise ValueError(
+                f"{type(optimizer).__name__}: the state is of an optimizer with {other}=True, which this is not"
+            )
+    for group, now in zip(groups, optimizer.param_groups, strict=False):
+        for name in set(optimizer.defaults) & set(now):  # torch adds a default of its own when it loads a state
+            group.setdefault(name, now[name])
+        for name in set(group) - set(now):
+            del group[name]
+    return groups
+
+
+def find_state_fault(part: StepPart, state_dict: Mapping[str, Any]) -> Exception | None:
+    """Why a part cannot load a state, if it cannot."""
+    try:
+        part.check_state(state_dict)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return error
+    except Exception as error:  # whatever the state is, the other ranks must hear of it
+        return ValueError(f"{type(part).__name__}: the state cannot be read ({type(error).__name__}: {error})")
+    return None
+
+
+def agree_to_load(label: str, axes: Sequence[Axis], fault: Exception | None) -> None:
+    """Raise the fault of one rank on all, before any of them loads anything."""
+    gather_verdict(
+        [axis for axis in axes if axis.size > 1], f"{label}.load_state_dict", None, [], lambda axis, told: [], fault
+    )
+
+
+def take_apart(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[Mapping[str, Any] | None]]:
+    """(what torch's load_state_dict takes: ``groups`` and no tensors; the tensors of each parameter, None if none).
+
+    torch casts tensors to the dtype of their parameter when it loads them, so they are loaded apart.
+    """
+    numbers, name = [number for group in groups for number in group["params"]], type(optimizer).__name__
+    own = sum(len(group["params"]) for group in optimizer.param_groups)
+    if len(numbers) != own:
+        raise ValueError(f"{name}: the state has {len(numbers)} parameters, this optimizer {own}")
+    sizes = [[len(group["params"]) for group in some] for some in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{name}: the groups of the state have {sizes[0]} parameters, those of this optimizer {sizes[1]}"
+        )
+    tensors = state_dict["state"]
+    return {**state_dict, "state": {}, "param_groups": list(groups)}, [tensors.get(number) for number in numbers]

@@ -1,0 +1,99 @@
+"""How real ranks meet: a store on the loopback of this machine for local processes, or the one torchrun has made."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.axis import Axis
+from weft.parallel.local_rank import LocalRank
+
+_HOST = "127.0.0.1"
+
+
+def open_store(port: int = 0, timeout: timedelta = dist.default_pg_timeout) -> Any:
+    """A rendezvous store of this machine: the server on a free port, or with ``port`` a client of it.
+
+    Left to itself, torch's server listens on every address of the host; this one is given a socket of the loopback.
+    """
+    if port:
+        return dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def loopback_settings() -> dict[str, str]:
+    """Environment of local ranks: Gloo and NCCL listen on the loopback, whatever the user's says of other hosts."""
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+@contextmanager
+def gloo_world(store: Any, rank: int, size: int, timeout: timedelta) -> Iterator[Axis]:
+    """WORLD of local Gloo processes that share ``store``."""
+    os.environ.update(loopback_settings())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield Axis.of(None)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def joined_world(timeout: timedelta | None = None) -> Iterator[Axis | None]:
+    """The world made for this process, by torchrun or by weft (``RANK`` and ``WORLD_SIZE`` are set), or None.
+
+    ``timeout``: of its waits; None for torch's default.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield None
+        return
+    if dist.is_initialized():
+        yield Axis.of(None)
+        return
+    local = LocalRank.of_environment()
+    if local is not None:
+        local.follow_parent()
+        os.environ.update(loopback_settings())
+    where = _rendezvous(timeout, local)
+    if torch.cuda.is_available():  # not run: no GPU where this was written
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **where)
+    else:
+        dist.init_process_group("gloo", timeout=timeout, **where)
+    try:
+        if local is not None:
+            local.say_joined()
+        yield Axis.of(None)
+    except Exception as error:
+        if local is not None:
+            local.note_failure(error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _rendezvous(timeout: timedelta | None, local: LocalRank | None) -> dict[str, Any]:
+    """Where ranks meet: at the store of the process that started them, or where torchrun says.
+
+    Ranks that torchrun has started again meet apart from the addresses that their earlier lives left there: torch 2.13
+    keeps one store over all restarts, and Gloo then tries to connect to ranks that are gone.
+    """
+    if local is not None:
+        store = open_store(local.port, timeout or dist.default_pg_timeout)
+        return {"store": store, "rank": local.rank, "world_size": int(os.environ["WORLD_SIZE"])}
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if life == "0":
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout or dist.default_pg_timeout))
+    return {"store": dist.PrefixStore(f"life {life}", store), "rank": rank, "world_size": size}
