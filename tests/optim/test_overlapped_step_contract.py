@@ -226,7 +226,7 @@ def test_saved_orders_of_other_buckets_are_left_out() -> None:
 
 REFUSED = [
     ({"parts": "none"}, ValueError, "there are no parts"),
-    ({"parts": "plain"}, TypeError, r"SGD is no weft\.optim\.StepPart; parts are weft\.optim\.ShardedAdamW, weft\.optim\.REKLS"),
+    ({"parts": "plain"}, TypeError, r"SGD is no StepPart; parts are weft\.optim\.ShardedAdamW, REKLS"),
     ({"parts": "clipping"}, ValueError, r"ShardedAdamW has clip= of its own, .* give clip= to OverlappedStep"),
     ({"work_order": ["RowAdams"]}, ValueError, r"work_order names 'RowAdams', no part or bucket of one; there are R"),
     ({"work_order": ["RowAdam.0", "RowAdam.0"]}, ValueError, "work_order names 'RowAdam.0' twice"),

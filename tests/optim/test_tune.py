@@ -33,7 +33,7 @@ def give(parameters: list[torch.nn.Parameter], rank: int) -> None:
 
 
 def test_a_replay_takes_as_long_as_the_step() -> None:
-    """In several orders: the step itself on virtual ranks, and its replay from one rehearsal."""
+    """In several orders: the step itself on virtual ranks, and its replay from one dry run."""
     orders = [["ShardedAdamW", "REKLS"], ["REKLS"], ["ShardedAdamW_3", "REKLS", "ShardedAdamW"]]
 
     def program(axis: weft.Axis, order: list[str]) -> tuple[float, float]:

@@ -205,7 +205,8 @@ import os, sys, time
 from pathlib import Path
 from weft.parallel.rendezvous import joined_world
 with joined_world() as axis:
-    print(axis.rank, os.getpid(), os.environ["WEFT_LOCAL_RANK"].split(",", 2)[2], flush=True)
+    line = f'{axis.rank} {os.getpid()} {os.environ["WEFT_LOCAL_RANK"].split(",", 2)[2]}\\n'
+    os.write(1, line.encode())  # in one piece: both ranks write to one pipe
     time.sleep(600)
 """
 

@@ -216,7 +216,7 @@ def is_beside() -> bool:
     return getattr(_here, "beside", False)
 
 
-def settle_in(own: Ledger) -> None:
+def attach(own: Ledger) -> None:
     """Make this thread part of a virtual rank: what it sends is always entered in ``own``."""
     _here.own = own
 

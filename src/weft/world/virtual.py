@@ -115,7 +115,7 @@ class _Switchboard:
     def inside(self, axis: Axis) -> Iterator[None]:
         """This thread is part of a rank: its WORLD, its ledger, its clock."""
         enter_world(axis)
-        ledger.settle_in(self.ledgers[axis.wire.rank])
+        ledger.attach(self.ledgers[axis.wire.rank])
         reads = nullcontext() if self.lines is None else HostReads(self.lines, axis.wire.rank)
         costs = nullcontext() if self.machine is None else counting(self.machine, self.spend, self.known)
         with reads, costs:

@@ -24,7 +24,7 @@ from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.options import Options
 from weft.ops.attention.plan import KeySpan
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import settle
+from weft.ops.sequence.sequence import resolve
 
 
 class Baseline(torch.autograd.Function):
@@ -37,7 +37,7 @@ class Baseline(torch.autograd.Function):
         name, lengths, bounds = schedule.__name__, options.lengths, options.cu_seqlens
         call = axis.begin(name, options, metadata=(q.shape[1],) if lengths is None else None)
         where = (
-            settle(name, call, axis, options.layout, bounds)
+            resolve(name, call, axis, options.layout, bounds)
             if lengths is None
             else Sequence(axis, options.layout, lengths, bounds)
         )

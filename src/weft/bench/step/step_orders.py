@@ -55,16 +55,16 @@ def run(report: Report, tries: int) -> None:
 
 
 def orders_of(axis: Axis, bucket_bytes: int | None, tries: int) -> list[dict[str, Any]]:
-    """The step on one rank, rehearsed and tuned; how long each order takes. (The first rank replays.)"""
+    """The step on one rank, run dry and tuned; how long each order takes. (The first rank replays.)"""
     step, backward = build(axis, bucket_bytes)
     backward()
     tuning = step.tune(MACHINE, tries=tries, show=False)
-    profiles = gather_profiles(step.axes, Profile.of(step.rehearse(step.orders), step.axes))
+    profiles = gather_profiles(step.axes, Profile.of(step.dry_run(step.orders), step.axes))
     step.parts["RowAdam"].zero_grad()
     backward()  # its rows leave now
     before = axis.wire.clock()
-    step.rehearse(tuning.orders)
-    rehearsed = axis.wire.clock() - before
+    step.dry_run(tuning.orders)
+    dry = axis.wire.clock() - before
     if axis.rank:
         return []
     world, default = MACHINE.world(RANKS), Orders.default(step.units)
@@ -75,7 +75,7 @@ def orders_of(axis: Axis, bucket_bytes: int | None, tries: int) -> list[dict[str
         "published: table sent first, worked on third": replay(world, profiles, Orders(default.scatter, third)),
         "default": replay(world, profiles, default),
         "tuned": tuning.tried[0].predicted,
-        "tuned, the step itself": rehearsed,
+        "tuned, the step itself": dry,
         "bound: max(work, link)": tuning.bound,
     }
     return [

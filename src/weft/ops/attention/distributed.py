@@ -11,7 +11,7 @@ from weft.comm.function import RankFunction, tie
 from weft.ops.attention.methods import METHODS, resolve_method
 from weft.ops.attention.options import Options
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import guess, settle
+from weft.ops.sequence.sequence import guess, resolve
 
 
 class Attention(RankFunction):
@@ -40,7 +40,7 @@ class Attention(RankFunction):
                 plan = options.plan(assumed)
                 begun = resolve_method(options, plan)
                 started = METHODS[begun].begin(options, call, plan, q, k, v)
-            sequence = settle("attention", call, axis, options.layout, options.cu_seqlens)
+            sequence = resolve("attention", call, axis, options.layout, options.cu_seqlens)
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
         out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, started if method == begun else None)

@@ -61,4 +61,4 @@ def gather(kv: KVExchange) -> Iterator[KVBlock]:
             flying[step + 2] = send_for(step + 2)
     yield from kv.own_last()
     if grads is not None:
-        grads.settle()
+        grads.flush()

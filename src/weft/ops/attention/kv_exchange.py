@@ -172,7 +172,7 @@ class GradReturn:
         heads: slice,
     ) -> None:
         """Send a batch home: to each (owner, ranges, ranges present, where they begin); take what readers send."""
-        self.settle()
+        self.flush()
         kv, width = self._kv, heads.stop - heads.start
         if self._rounded is not None:
             sums = kv.shape(self._rounded, sums.shape[0], width).copy_(sums)
@@ -184,7 +184,7 @@ class GradReturn:
             at += count(ranges)
         self._flying = kv.call.exchange(outgoing, incoming), inbox, list(readers), heads
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for the batch under way and add it to the own gradients, reader by reader."""
         if self._flying is None:
             return

@@ -62,4 +62,4 @@ def ring(kv: KVExchange) -> Iterator[KVBlock]:
         flying = sent
     yield from kv.own_last()
     if grads is not None:
-        grads.settle()
+        grads.flush()

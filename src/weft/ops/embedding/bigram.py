@@ -14,7 +14,7 @@ from weft.comm.arguments import find_integer_fault, find_tensor_fault, read, sho
 from weft.ops.embedding.sharded import ShardedEmbedding
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import run_lengths
-from weft.ops.sequence.sequence import Bounds, axis_of, read_bounds, read_sequence, settle
+from weft.ops.sequence.sequence import Bounds, axis_of, read_bounds, read_sequence, resolve
 
 
 class BigramHashEmbedding(ShardedEmbedding):
@@ -164,7 +164,7 @@ class BigramHashEmbedding(ShardedEmbedding):
             raise
         layout, bounds = options.layout, options.cu_seqlens
         batch = tokens.reshape(options.batch, length)
-        where = given or settle(operation, call, axis, layout, bounds)
+        where = given or resolve(operation, call, axis, layout, bounds)
         before = torch.nn.functional.pad(batch[:, :-1], (1, 0))
         is_first = torch.zeros(length, dtype=torch.bool, device=tokens.device)
         starts = {0, *(bounds or ())}

@@ -26,7 +26,7 @@ class _Options:
 
 
 class Prefetch:
-    """One batch's rows under way. Making it starts them; `settle` ends them."""
+    """One batch's rows under way. Making it starts them; `resolve` ends them."""
 
     def __init__(self, table: RowTable, ids: Tensor, exchange: RowExchange) -> None:
         self._ids = ids.clone()  # a loader may fill the same memory with the next batch
@@ -71,7 +71,7 @@ class Prefetch:
             ids.to(self._ids.device), self._ids
         )
 
-    def settle(self, wanted: bool, fault: Exception | None = None) -> tuple[Tensor | None, bool]:
+    def resolve(self, wanted: bool, fault: Exception | None = None) -> tuple[Tensor | None, bool]:
         """(the rows ``[U, d]``, True) if every rank wants them now. (None, False) if nobody does: they are kept.
 
         If only some do, (None, True): they are dropped everywhere. A ``fault`` of one rank is raised on all of them.
@@ -83,7 +83,7 @@ class Prefetch:
             again = again & table.changed_since(one.asked, self._version)
         counts = [[0 if self.exchange.dense_pull else int(again[one.asked_by(to)].sum())] for to in range(axis.size)]
         options = _Options(self._rows.shape[1], self._rows.dtype)
-        call = axis.begin("embedding.settle", options, metadata=(int(wanted),), metadata_each=counts, fault=fault)
+        call = axis.begin("embedding.resolve", options, metadata=(int(wanted),), metadata_each=counts, fault=fault)
         told = call.metadata.wait()
         if not all(row[0] for row in told):
             return None, any(row[0] for row in told)

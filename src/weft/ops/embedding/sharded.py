@@ -219,7 +219,7 @@ class ShardedEmbedding(nn.Module):
         with outside_modes(self.weight):
             before, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
             if before is not None:
-                before.settle(False, fault)
+                before.resolve(False, fault)
             self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient, fault))
 
     def full_weight(self) -> Tensor:
@@ -256,7 +256,7 @@ class ShardedEmbedding(nn.Module):
     def _fetch(self, ids: Tensor, gradient: bool, fault: Exception | None) -> tuple[RowExchange, Tensor]:
         early, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
         if early is not None:
-            rows, used = early.settle(fault is None and early.is_for(ids), fault)
+            rows, used = early.resolve(fault is None and early.is_for(ids), fault)
             if rows is not None:
                 return early.exchange, rows
             if not used:

@@ -19,7 +19,7 @@ from weft.ops.linear_attention.segments import SequencePlan, plan_dense, plan_pa
 from weft.ops.linear_attention.state_scan import SegmentMap, StateScan, segment_maps, states_by_run
 from weft.ops.scan import Form, choose
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import Bounds, guess, settle
+from weft.ops.sequence.sequence import Bounds, guess, resolve
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _plan_and_work(
     assumed = guess(axis, length, options.layout, options.cu_seqlens)
     plan = None if assumed is None else plan_packed(assumed)
     kernels = None if plan is None else work_on(plan)
-    sequence = settle("linear_attention", call, axis, options.layout, options.cu_seqlens)
+    sequence = resolve("linear_attention", call, axis, options.layout, options.cu_seqlens)
     if plan is None or assumed is None or assumed.lengths != sequence.lengths:
         plan = plan_packed(sequence)
         kernels = work_on(plan)

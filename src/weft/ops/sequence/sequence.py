@@ -86,7 +86,7 @@ def sequence(
         axis.refuse("sequence", made, metadata=1)
     options, length = made
     call = axis.begin("sequence", options, metadata=(length,))
-    return settle("sequence", call, axis, options.layout, options.cu_seqlens)
+    return resolve("sequence", call, axis, options.layout, options.cu_seqlens)
 
 
 def _read(
@@ -119,7 +119,7 @@ class _Options:
     total: int | None
 
 
-def settle(operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None) -> Sequence:
+def resolve(operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None) -> Sequence:
     """The sequence, from the lengths the ranks told in ``call``; everybody raises where documents do not fit."""
     lengths = tuple(told[0] for told in call.metadata.wait())
     if bounds is not None and sum(lengths) != bounds[-1]:

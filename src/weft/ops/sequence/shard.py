@@ -13,7 +13,7 @@ from weft.comm.arguments import find_integer_fault, find_tensor_fault, read
 from weft.comm.eager import eager
 from weft.comm.function import RankFunction
 from weft.ops.sequence.layout import lay_out, shard_lengths
-from weft.ops.sequence.sequence import Sequence, axis_of, read_sequence, settle
+from weft.ops.sequence.sequence import Sequence, axis_of, read_sequence, resolve
 
 
 @eager
@@ -111,7 +111,7 @@ class _Unshard(RankFunction):
         options = _Options(dim, rest, x.dtype, x.device.type, layout, lengths, ctx.needs_input_grad[0])
         call = axis.begin("unshard", options, metadata=None if known is not None else (x.shape[dim],), of=of)
         mine = x.detach().movedim(dim, 0).contiguous()
-        sequence = known or settle("unshard", call, axis, layout, None)
+        sequence = known or resolve("unshard", call, axis, layout, None)
         slices = call.all_gather(mine, sequence.lengths).wait()
         ctx.how = options, sequence, call.number
         parts = [slices[run.rank][run.start : run.start + run.length] for run in sequence.runs]

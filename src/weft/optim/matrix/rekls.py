@@ -232,11 +232,11 @@ class REKLS(StepPart):
             if wave.failed is not None and not self.failed:
                 self.failed = 1 + numbers[id(wave.failed)]
 
-    def settle(self, accepted: bool) -> None:
+    def commit(self, accepted: bool) -> None:
         """Apply the updates that come back, and keep the owned states."""
         under_way, self._under_way = self._under_way, []
         for wave in under_way:
-            wave.settle(self.state, accepted)
+            wave.commit(self.state, accepted)
 
     # Saving, loading, copying.
 

@@ -108,7 +108,7 @@ class Wave:
         self.failed = self.failed or task.plan
         return _nothing(grad)
 
-    def settle(self, state: Mapping[Tensor, dict[str, Any]], accepted: bool) -> None:
+    def commit(self, state: Mapping[Tensor, dict[str, Any]], accepted: bool) -> None:
         """Take what comes back and, if ``accepted``, change weights and state."""
         for under_way in (self._gradients, self._weights):
             if under_way is not None:

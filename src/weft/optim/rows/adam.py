@@ -217,11 +217,11 @@ class RowAdam(StepPart):
             update.work(scale)
             self.failed = self.failed or (0 if update.finite else 1 + bucket)
 
-    def settle(self, accepted: bool) -> None:
+    def commit(self, accepted: bool) -> None:
         """Put the copies back."""
         updates, self._updates = self._updates, []
         for (weight,), update in zip(self.buckets(), updates, strict=False):
-            if update is not None and update.settle(accepted):
+            if update is not None and update.commit(accepted):
                 self.state[weight]["step"] += 1
                 self._rows[weight].table.pushes.events.clear()
 
@@ -284,7 +284,7 @@ class RowAdam(StepPart):
         groups = []
         for group in self.param_groups:
             for weight in group["params"]:
-                self._rows[weight].settle(group)
+                self._rows[weight].flush(group)
             options = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
             weights = [copy.deepcopy(weight.row_table, memo).weight for weight in group["params"]]
             groups.append({**options, "params": weights})

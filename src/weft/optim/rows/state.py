@@ -35,7 +35,7 @@ class RowState:
             self.at_rest = (self.moments[0] == 0).all(1)  # such a row does not move by itself
             self.history = StepHistory(step, tuple(group["betas"]), group["eps"], self.table.wide)
 
-    def settle(self, group: dict[str, Any]) -> None:
+    def flush(self, group: dict[str, Any]) -> None:
         """Bring all rows up to date and forget how: what is saved now is all there is, for whoever loads it."""
         self.catch_up(None, for_step=True)
         self.begin(self.history.now, group)
@@ -48,7 +48,7 @@ class RowState:
 
     def save(self, group: dict[str, Any]) -> dict[str, Tensor]:
         """Moments of the whole table, as a checkpoint holds them; all ranks must ask."""
-        self.settle(group)
+        self.flush(group)
         table = self.table
         return {
             name: to_checkpoint(table.axis, table.ownership, moment)

@@ -71,7 +71,7 @@ class RowUpdate:
         step_whole(self._copies, grads if scale == 1 else grads * scale, self._order, step)
         self._worked = True
 
-    def settle(self, accepted: bool) -> bool:
+    def commit(self, accepted: bool) -> bool:
         """Put the rows back, if accepted; whether that was done."""
         if not accepted:
             self._rows.table.collect()

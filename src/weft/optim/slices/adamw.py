@@ -244,7 +244,7 @@ class ShardedAdamW(StepPart):
         )  # fmt: skip
         return wide.to(own.dtype)
 
-    def settle(self, accepted: bool) -> None:
+    def commit(self, accepted: bool) -> None:
         """Write the weights that come back, and count the step."""
         under_way, self._under_way = self._under_way, []
         for one in under_way:

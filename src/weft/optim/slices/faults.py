@@ -43,8 +43,7 @@ def find_parameter_fault(number: int, parameter: Tensor, rank: int) -> Exception
     if isinstance(getattr(parameter, "row_table", None), RowTable):
         return TypeError(
             f"ShardedAdamW: parameter {number} is the table of a weft.ShardedEmbedding; step it with "
-            f"weft.optim.RowAdam "
-            f"(rank {rank})"
+            f"weft.optim.RowAdam (rank {rank})"
         )
     if parameter.layout != torch.strided:
         return TypeError(f"ShardedAdamW: parameter {number} is {parameter.layout}, not dense (rank {rank})")

@@ -76,7 +76,7 @@ class OverlappedStep(torch.optim.Optimizer):
             self._clip, self._on_nonfinite = None if clip is None else float(clip), on_nonfinite
             self.norm: float | None = None
             self._last: StepRecord | None = None
-            self._settled: dict[str, float] = {}  # seconds that writing took in the last step
+            self._committed: dict[str, float] = {}  # seconds that writing took in the last step
             self._expected: list[Tensor] | None = None
             for part in parts:
                 if bucket_bytes is not None:
@@ -117,9 +117,9 @@ class OverlappedStep(torch.optim.Optimizer):
             expected = self._expected if self._expected is not None else wanted
             self._early.arm(self._orders.sort_scatter(self._units), expected)
 
-    def _make_run(self, rehearsal: bool = False) -> StepRun:
+    def _make_run(self, dry_run: bool = False) -> StepRun:
         record = StepRecord(self._clock(), self._rank)
-        return StepRun("OverlappedStep", self.parts, record, rehearsal, (self._clip, self._on_nonfinite))
+        return StepRun("OverlappedStep", self.parts, record, dry_run, (self._clip, self._on_nonfinite))
 
     def _clock(self) -> Callable[[], float]:
         return self._axes[0].wire.clock if self._axes else time.perf_counter
@@ -138,15 +138,15 @@ class OverlappedStep(torch.optim.Optimizer):
             logger.warning("%s: the step is skipped (rank %d)", words, self._rank)
         return loss
 
-    def _run_once(self, orders: Orders, rehearsal: bool = False) -> str | None:
-        """One step in some orders; a ``rehearsal`` changes nothing."""
+    def _run_once(self, orders: Orders, dry_run: bool = False) -> str | None:
+        """One step in some orders; a ``dry_run`` changes nothing."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scatter, work = orders.sort_scatter(self._units), orders.sort_work(self._units)
         sent: list[Tensor] | None = None
-        if self._early is not None and not rehearsal:
+        if self._early is not None and not dry_run:
             run, sent = self._early.take()
         else:
-            run = self._make_run(rehearsal)
+            run = self._make_run(dry_run)
         record = self._last = run.record
         clock = self._clock()
         record.began = clock()
@@ -161,8 +161,8 @@ class OverlappedStep(torch.optim.Optimizer):
                     sent, scatter, work, self._clip, grad_scale, found_inf, fault
                 )
             reason = run.finish()
-            if reason is None and not rehearsal:
-                self._settled = dict(record.settled)
+            if reason is None and not dry_run:
+                self._committed = dict(record.committed)
         finally:
             record.ended = clock()
             self._arm()
@@ -212,9 +212,9 @@ class OverlappedStep(torch.optim.Optimizer):
     def tune(self, machine: Any, *, tries: int = 64, measure: int = 3, show: bool = True) -> Tuning:
         """Find good orders: call it after a backward, before the step; all ranks must. Nothing is changed but orders.
 
-        The step is rehearsed once to learn its messages and the seconds of its work. Then ``tries`` orders are run in
+        The step is run dry once to learn its messages and the seconds of its work. Then ``tries`` orders are run in
         virtual time on ``machine`` (a `Machine`, or a `VirtualWorld` of as many ranks as take part). On
-        processes the best ``measure`` of them and the present ones are then rehearsed in turn, and the fastest is kept.
+        processes the best ``measure`` of them and the present ones are then run dry in turn, and the fastest is kept.
         The same orders are taken on every rank and saved with the state; rank 0 prints the table (``show``).
         """
         self._drop_early()
@@ -236,13 +236,13 @@ class OverlappedStep(torch.optim.Optimizer):
         """The axes of more than one rank that the parts stand on."""
         return list(self._axes)
 
-    def rehearse(self, orders: Orders) -> StepRecord:
+    def dry_run(self, orders: Orders) -> StepRecord:
         """A step whose results are dropped. Gradients must be there."""
-        reason = self._run_once(orders, rehearsal=True)
+        reason = self._run_once(orders, dry_run=True)
         if reason is not None:
             raise RuntimeError(f"OverlappedStep: tune() needs a step that can be made, but {reason}")
         assert self._last is not None
-        self._last.settled.update(self._settled)  # a rehearsal writes nothing
+        self._last.committed.update(self._committed)  # a dry run writes nothing
         return self._last
 
     # Parameter groups and states: those of the parts, one after the other.

@@ -1,4 +1,4 @@
-"""`StepPart`: an optimizer whose step is taken apart: gradients are sent, worked on, and the results settled."""
+"""`StepPart`: an optimizer whose step is taken apart: gradients are sent, worked on, and the results committed."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class StepPart(torch.optim.Optimizer):
     |---------------------------|-------------------------------------------------------------------------------------|
     | ``send(bucket)``          | start this rank's gradients on their way; return without waiting                    |
     | ``work_on(bucket, scale)``| wait for them, compute what changes, start results on their way; change nothing yet |
-    | ``settle(accepted)``      | wait for results; change weights and state, or drop everything if not accepted      |
+    | ``commit(accepted)``      | wait for results; change weights and state, or drop everything if not accepted      |
 
     Every subclass has these three and ``step_axes``, the axes whose ranks take part. The rest has defaults: `buckets`
     (one), `examine` (every parameter, its name and the options of its group), `advance` (for messages of several hops),
     `squared_norm` (only needed with ``clip``) and `work_ahead` (what does not depend on the scale of gradients).
 
-    ``settle(False)`` may come when nothing was worked on: wait for what is under way and drop it. Where work cannot
+    ``commit(False)`` may come when nothing was worked on: wait for what is under way and drop it. Where work cannot
     be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted. What ``work_on``
     raises does the same, and is raised on every rank; where others wait for results, compute these in `attempt`, so
     that something is sent all the same.
@@ -194,9 +194,9 @@ class StepPart(torch.optim.Optimizer):
         """Work on the gradients of a bucket, multiplied by ``scale``, and start results on their way."""
         raise NotImplementedError(f"{type(self).__name__} has no work_on")
 
-    def settle(self, accepted: bool) -> None:
+    def commit(self, accepted: bool) -> None:
         """Take what comes back; change weights and state, or drop it."""
-        raise NotImplementedError(f"{type(self).__name__} has no settle")
+        raise NotImplementedError(f"{type(self).__name__} has no commit")
 
     def explain_failure(self, name: str) -> str:
         """In words: what ``failed`` means for the parameter ``name``."""

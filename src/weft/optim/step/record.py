@@ -55,7 +55,7 @@ class StepRecord:
         self.agreeing = Ledger()
         self.work: list[Event] = []
         self.examined = 0.0  # seconds of looking through gradients
-        self.settled: dict[str, float] = {}  # seconds of writing what came back, by part
+        self.committed: dict[str, float] = {}  # seconds of writing what came back, by part
         self.began: float | None = None
         self.ended: float | None = None
 
@@ -101,14 +101,14 @@ class StepRecord:
         self.work.append(Event("examine", self._rank, start=start, end=end, lane="work"))
 
     @contextmanager
-    def settling(self, part: str) -> Iterator[None]:
+    def committing(self, part: str) -> Iterator[None]:
         pending = [event for name, unit in self.units.items() if part_of(name) == part
                    for event in unit.sends.events + unit.returns.events if event.end is None]  # fmt: skip
         start = self._clock()
         yield
         end = self._clock()
-        self.settled[part] = max(0.0, end - start - sum(event.waited for event in pending))
-        self.work.append(Event(f"settle: {part}", self._rank, start=start, end=end, lane="work"))
+        self.committed[part] = max(0.0, end - start - sum(event.waited for event in pending))
+        self.work.append(Event(f"commit: {part}", self._rank, start=start, end=end, lane="work"))
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -125,7 +125,7 @@ class StepRecord:
             parts.setdefault(part_of(name), []).append(unit)
         found = [
             _row(part, [event for unit in units for event in unit.sends.events + unit.returns.events],
-                 sum(unit.packing + unit.seconds for unit in units) + self.settled.get(part, 0.0))
+                 sum(unit.packing + unit.seconds for unit in units) + self.committed.get(part, 0.0))
             for part, units in parts.items()
         ]  # fmt: skip
         return [*found, _row(AGREEING, self.agreeing.events, self.examined)]

@@ -1,4 +1,4 @@
-"""A rehearsed step in virtual time: the same order of sends, work and returns, with the messages and seconds it had."""
+"""A recorded step in virtual time: the same order of sends, work and returns, with the messages and seconds it had."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Profile:
 
     units: dict[str, UnitProfile]
     examined: float = 0.0
-    settled: dict[str, float] = field(default_factory=dict)
+    committed: dict[str, float] = field(default_factory=dict)
 
     @property
     def work(self) -> float:
         units = sum(unit.packing + unit.seconds for unit in self.units.values())
-        return self.examined + units + sum(self.settled.values())
+        return self.examined + units + sum(self.committed.values())
 
     @property
     def bytes_sent(self) -> int:
@@ -74,7 +74,7 @@ class Profile:
             name: UnitProfile(hops(unit.sends), hops(unit.returns), unit.seconds, unit.packing)
             for name, unit in record.units.items()
         }
-        return Profile(units, record.examined, dict(record.settled))
+        return Profile(units, record.examined, dict(record.committed))
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -90,7 +90,7 @@ class Profile:
                               unit["seconds"], unit["packing"])
             for name, unit in data["units"].items()
         }  # fmt: skip
-        return Profile(units, data["examined"], data["settled"])
+        return Profile(units, data["examined"], data["committed"])
 
 
 class TimedWire(Protocol):
@@ -190,6 +190,6 @@ def replay(world: World, profiles: dict[int, Profile], orders: Orders, naive: bo
             for name, one in made.items():
                 if part_of(name) == part:
                     one.wait()
-            wire.spend(f"settle: {part}", mine.settled.get(part, 0.0))
+            wire.spend(f"commit: {part}", mine.committed.get(part, 0.0))
 
     return float(world.run(program).elapsed)

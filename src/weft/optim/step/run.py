@@ -1,4 +1,4 @@
-"""One step over some parts: compared, sent, worked on, judged and settled; nothing changes before all ranks agree."""
+"""One step over some parts: compared, sent, worked on, judged and committed; nothing changes before all ranks agree."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ class StepRun:
         label: str,
         parts: Mapping[str, StepPart],
         record: StepRecord | None = None,
-        rehearsal: bool = False,
+        dry_run: bool = False,
         settings: object = None,
     ) -> None:
-        """A ``rehearsal`` changes nothing, whatever comes out. ``settings``: of the step, the same on every rank."""
+        """A ``dry_run`` changes nothing, whatever comes out. ``settings``: of the step, the same on every rank."""
         self._settings = settings
-        self._label, self._parts, self._rehearsal = label, dict(parts), rehearsal
+        self._label, self._parts, self._dry_run = label, dict(parts), dry_run
         self._axes = union_of_axes(list(parts.values()))
         self._reason: str | None = None  # why nothing will be changed
         self._names: list[str] = []
         self._stays = False
-        self._begun = False  # whether parts have something to settle
+        self._begun = False  # whether parts have something to commit
         self.record = record or StepRecord()
 
     @outside_autocast()
@@ -248,7 +248,7 @@ class StepRun:
                     self.drop()
                 raise
             self._reason = self._explain(failed - 1) if failed else self._reason
-        self._settle(self._reason is None and not self._stays and not self._rehearsal)
+        self._commit(self._reason is None and not self._stays and not self._dry_run)
         return self._reason
 
     def _explain(self, number: int) -> str:
@@ -260,14 +260,14 @@ class StepRun:
             number -= count
         raise AssertionError(f"no part has parameter {number}")
 
-    def _settle(self, accepted: bool) -> None:
+    def _commit(self, accepted: bool) -> None:
         """Tables first: nothing comes back for them, so their rows are put back while others' results travel."""
         begun, self._begun = self._begun, False
         for name, part in sorted(self._parts.items(), key=lambda item: item[1].sends_in_step) if begun else ():
-            with self.record.settling(name):
-                part.settle(accepted)
+            with self.record.committing(name):
+                part.commit(accepted)
 
     @outside_autocast()
     def drop(self) -> None:
         """Wait for what is under way and forget it."""
-        self._settle(False)
+        self._commit(False)

@@ -71,7 +71,7 @@ def tune(step: OverlappedStep, machine: Any, tries: int, measure: int) -> Tuning
     if tries < 1 or measure < 1:
         raise ValueError(f"OverlappedStep: tries and measure must be at least 1, got {tries} and {measure}")
     axes = step.axes
-    mine = Profile.of(step.rehearse(step.orders), axes)
+    mine = Profile.of(step.dry_run(step.orders), axes)
     profiles = gather_profiles(axes, mine)
     own = _own_number(axes)
     world = _world_of(machine, len(profiles))
@@ -214,13 +214,13 @@ def _with_fixed(scatter: list[str], orders: Orders, fixed: set[str]) -> tuple[st
 
 
 def _measure(step: OverlappedStep, axes: Sequence[Axis], tried: list[Tried], measure: int) -> list[Tried]:
-    """The best few and the present orders, rehearsed in turn; by the slowest rank's median, the fastest first."""
+    """The best few and the present orders, run dry in turn; by the slowest rank's median, the fastest first."""
     chosen = tried[:measure] + [one for one in tried[measure:] if one.name == "present"]
     seconds: list[list[float]] = [[] for _ in chosen]
     for _ in range(_MEASURED):
         for place, one in enumerate(chosen):
             _slowest(axes, 0)  # line up
-            record = step.rehearse(one.orders)
+            record = step.dry_run(one.orders)
             assert record.began is not None and record.ended is not None
             seconds[place].append(_slowest(axes, int(1e9 * (record.ended - record.began))) / 1e9)
     measured = [
