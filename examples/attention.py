@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.ops.sequence import Sequence
 
 BOUNDS = torch.tensor([0, 37, 50, 101])  # three documents in one sequence
 
@@ -22,7 +21,7 @@ class Model(nn.Module):
         self.embed, self.places, self.head = nn.Embedding(10, width), nn.Embedding(64, width), nn.Linear(width, 10)
         self.qkv = nn.Linear(width, 64)
 
-    def forward(self, ids: Tensor, sequence: Sequence) -> Tensor:
+    def forward(self, ids: Tensor, sequence: weft.Sequence) -> Tensor:
         x = self.embed(ids) + self.places(sequence.positions())  # positions within documents, wherever a token lies
         q, k, v = self.qkv(x).unflatten(-1, (8, 8)).split([4, 2, 2], 2)  # [B, S, H, D], twice [B, S, Hk, D]
         return self.head(x + weft.attention(q, k, v, causal=True, sequence=sequence).flatten(2))

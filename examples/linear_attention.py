@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.ops.sequence import Sequence
 
 
 class Model(nn.Module):
@@ -19,7 +18,7 @@ class Model(nn.Module):
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
         self.gate = nn.ModuleList(nn.Linear(width, heads) for _ in range(2))
 
-    def forward(self, ids: Tensor, sequence: Sequence) -> Tensor:
+    def forward(self, ids: Tensor, sequence: weft.Sequence) -> Tensor:
         x = self.embed(ids)
         for qkv, gate in zip(self.qkv, self.gate, strict=True):
             q, k, v = qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [B, T, H, D], T tokens of this rank
@@ -38,9 +37,7 @@ def batch(step: int) -> Tensor:
 def train(axis: weft.Axis, steps: int = 60) -> list[float]:
     """The loop; returns the losses, the same on every rank."""
     model = Model()
-    optimizer = weft.optim.ShardedAdamW(
-        model.parameters(), lr=0.01, clip=1.0, group=axis
-    )  # takes the mean of gradients
+    optimizer = weft.optim.ShardedAdamW(model.parameters(), lr=0.01, clip=1.0, group=axis)  # takes the gradients' mean
     losses = []
     for step in range(steps):
         whole = batch(step)

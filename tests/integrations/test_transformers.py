@@ -394,7 +394,7 @@ def test_sharding_sends_nothing_and_a_forward_compares_once() -> None:
             part = cp.shard(plain_batch())
         with weft.record() as ledger, torch.no_grad():
             model(**part)
-        return len(cutting.events), sum("tell" in event.operation for event in ledger.events)
+        return len(cutting.events), sum("metadata" in event.operation for event in ledger.events)
 
     assert virtual_world(2).run(run).results == [(0, 1)] * 2
 
