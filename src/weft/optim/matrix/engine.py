@@ -50,7 +50,7 @@ class Bucket:
 
 
 class MatrixOptimizer(StepPart):
-    """What all rules have in common. A subclass fills ``_plans`` (one for each parameter) and ``_axes`` (all of them)."""
+    """What all rules have in common. A subclass fills ``_plans`` (for each parameter) and ``_axes``."""
 
     def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
         self._tensor_axis, self._data_axis = tensor_axis, data_axis
