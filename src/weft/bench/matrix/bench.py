@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -187,28 +187,11 @@ def _time_eigh() -> Iterator[list[float]]:
 
 
 def inspect(axis: Axis) -> dict[str, int]:
-    """Bytes that each method's optimizer keeps on this rank between steps, parameters apart."""
-    return {name: _kept_bytes(run.optimizer, [weight for weight, _ in run.parameters]) for name, run in _made.items()}
-
-
-def _kept_bytes(root: object, apart: Iterable[Tensor]) -> int:
-    """Memory of all tensors that an object holds, in containers and in objects of weft and torch.optim; each once."""
-    storages: dict[int, int] = {}
-    seen, todo = {id(tensor) for tensor in apart}, [root]
-    while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, Mapping):
-            todo += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple | set | frozenset):
-            todo += item
-        elif type(item).__module__.startswith(("weft.optim", "weft.bench", "torch.optim")):
-            todo += vars(item).values()
-    return sum(storages.values())
+    """Bytes of the state that each method's optimizer keeps on this rank between steps."""
+    kept = {
+        name: [one for state in run.optimizer.state.values() for one in state.values()] for name, run in _made.items()
+    }
+    return {name: sum(one.untyped_storage().nbytes() for one in tensors) for name, tensors in kept.items()}
 
 
 def _methods() -> list[Method]:

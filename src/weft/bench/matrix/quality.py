@@ -138,7 +138,8 @@ def train(axis: Axis, jobs: Sequence[Job]) -> Outcome | None:
             task.loss().backward()
             optimizer.step()
         cpu = (time.process_time() - start) / job.steps
-        loss = task.validation()
+        with torch.no_grad():
+            loss = float(task.validation())
         return Outcome(loss if math.isfinite(loss) else math.inf, cpu)
 
 

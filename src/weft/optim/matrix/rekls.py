@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -170,28 +170,22 @@ def _find_group_fault(group: dict[str, Any]) -> Exception | None:
     """All that is wrong with a parameter group's numbers and options, if anything."""
     if fault := find_kind_fault("REKLS", group, "eps", "weight_decay", "shampoo_beta"):
         return fault
-    return join_faults(_group_faults(group))
-
-
-def _group_faults(group: dict[str, Any]) -> Iterator[Exception | None]:
-    lr, decay = float(group["lr"]), group["weight_decay"]
-    if not (0 <= lr < float("inf") and 0 <= group["eps"] < float("inf") and 0 <= decay < float("inf")):
-        yield ValueError(
-            f"REKLS: lr, eps and weight_decay must be finite and not negative, got {lr}, {group['eps']} and {decay}"
-        )
-    b1, b2 = group["betas"]
-    if not (0 <= b1 < 1 and 0 <= b2 < 1 and 0 <= group["shampoo_beta"] < 1):
-        yield ValueError(
-            f"REKLS: betas and shampoo_beta must be in [0, 1), got ({b1}, {b2}) and {group['shampoo_beta']}"
-        )
+    lr, eps, decay, shampoo_beta = float(group["lr"]), group["eps"], group["weight_decay"], group["shampoo_beta"]
+    (b1, b2), dim = group["betas"], group["partition_dim"]
+    faults: list[Exception | None] = []
+    if not all(0 <= value < float("inf") for value in (lr, eps, decay)):
+        words = f"lr, eps and weight_decay must be finite and not negative, got {lr}, {eps} and {decay}"
+        faults.append(ValueError(f"REKLS: {words}"))
+    if not all(0 <= beta < 1 for beta in (b1, b2, shampoo_beta)):
+        words = f"betas and shampoo_beta must be in [0, 1), got ({b1}, {b2}) and {shampoo_beta}"
+        faults.append(ValueError(f"REKLS: {words}"))
     known = {"weight_decay_method": DECAY_METHODS, "variant": tuple(RULES), "algorithm": ("rekls", "adamw")}
-    for name, choices in known.items():
-        yield find_choice_fault("REKLS", name, group[name], None, choices)
-    yield find_integer_fault("REKLS", "max_factor_dim", group["max_factor_dim"], None, least=0)
-    dim = group["partition_dim"]
+    faults += [find_choice_fault("REKLS", name, group[name], None, choices) for name, choices in known.items()]
+    faults.append(find_integer_fault("REKLS", "max_factor_dim", group["max_factor_dim"], None, least=0))
     if dim is not None and (find_integer_fault("REKLS", "partition_dim", dim, None) or dim not in (0, 1)):
-        yield ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {show(dim)}")
-    yield find_flag_fault("REKLS", "flatten", group["flatten"], None)
+        faults.append(ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {show(dim)}"))
+    faults.append(find_flag_fault("REKLS", "flatten", group["flatten"], None))
+    return join_faults(faults)
 
 
 def _find_cut_fault(group: dict[str, Any], rank: int) -> Exception | None:
