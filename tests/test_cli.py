@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.bench.matrix.rekls_quality import RATES
+from weft.bench.matrix.quality import RATES
 from weft.bench.step import step_orders
 from weft.bench.step.step import methods_on
 from weft.bench.step.step_runs import Run, Sizes

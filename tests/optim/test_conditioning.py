@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import optim
-from weft.bench.matrix.rekls_tasks import BATCH, CONTEXT, ByteModel
+from weft.bench.matrix.tasks import BATCH, CONTEXT, ByteModel
 
 Draw = Callable[[torch.Generator], Tensor]
 

@@ -17,7 +17,7 @@ import weft
 from weft import optim
 from weft.errors import NcclRuleError
 from weft.optim.matrix import stable
-from weft.optim.matrix.eigen import EigenError
+from weft.optim.matrix.rule import EigenError
 
 pytestmark = pytest.mark.usefixtures("network")
 

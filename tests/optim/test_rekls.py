@@ -11,15 +11,15 @@ from worlds import virtual_world
 
 import weft
 from weft import optim
-from weft.optim.matrix import plan
-from weft.optim.matrix.plan import VARIANTS
-from weft.optim.matrix.settings import DECAY_METHODS
+from weft.optim.matrix import engine
+from weft.optim.matrix.plan import RULES
+from weft.optim.matrix.rule import DECAY_METHODS
 
 
 @pytest.fixture(autouse=True)
-def many_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices as small as these would travel all at once."""
-    monkeypatch.setattr(plan, "WAVE_BYTES", 64)
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 64)
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (12, 5), (16, 16), (1, 4), (4, 1)])
@@ -42,7 +42,7 @@ def test_alone_it_is_the_published_update(method: str, dtype: torch.dtype, shape
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RULES)
 def test_over_ranks_it_has_the_bits_of_one(variant: str, size: int, uneven: bool) -> None:
     wanted = train_alone(10, variant=variant)
     found = virtual_world(size).run(lambda axis: train_over(axis, 10, uneven, variant=variant)).results

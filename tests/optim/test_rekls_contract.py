@@ -16,10 +16,9 @@ from worlds import use_rules, virtual_world
 
 import weft
 from weft import optim
-from weft.optim import matrix as rekls
-from weft.optim.matrix import eigen, plan
-from weft.optim.matrix.plan import VARIANTS
-from weft.optim.matrix.settings import DECAY_METHODS
+from weft.optim.matrix import engine, exact, rule, stable
+from weft.optim.matrix.plan import RULES
+from weft.optim.matrix.rule import DECAY_METHODS
 from weft.optim.owners import Owners
 
 
@@ -84,7 +83,7 @@ def test_a_group_of_its_own_for_everything() -> None:
         assert torch.equal(parameter.detach(), one.weight)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RULES)
 def test_a_side_that_is_too_long_has_no_factor(variant: str) -> None:
     """As if its factor were the identity: with both sides too long the published update is plain Adam."""
     torch.manual_seed(0)
@@ -155,7 +154,7 @@ def test_rates_of_a_schedule_are_used() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RULES)
 def test_a_state_goes_round(variant: str, dtype: torch.dtype) -> None:
     """Through a file, into a fresh optimizer: the same bits, in fp32 for bf16 parameters."""
     model = model_of(dtype)
@@ -374,7 +373,7 @@ def many(axis: weft.Axis, count: int, **options) -> list[weft.comm.ledger.Event]
 
 @pytest.mark.usefixtures("network")
 def test_a_fixed_number_of_exchanges_for_any_number_of_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WAVE_BYTES", 48)
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 48)
     for size in (2, 4):
         counts = []
         for matrices in (4 * size, 20 * size):
@@ -382,8 +381,8 @@ def test_a_fixed_number_of_exchanges_for_any_number_of_matrices(monkeypatch: pyt
             data = [event for event in events if not event.operation.endswith(".metadata")]
             assert sum(event.bytes_sent for event in data) == 2 * 4 * matrices * 48 * (size - 1) // size
             counts.append((len(data), len(events)))
-        assert counts[0] == counts[1] == (2 * plan.WAVES, 2 * plan.WAVES + 2)
-    monkeypatch.setattr(plan, "WAVE_BYTES", 1 << 20)  # few bytes: one wave
+        assert counts[0] == counts[1] == (2 * engine.MOST_BUCKETS, 2 * engine.MOST_BUCKETS + 2)
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 1 << 20)  # few bytes: one bucket
     events = virtual_world(2).run(lambda axis: many(axis, 8)).results[1]
     assert len([event for event in events if not event.operation.endswith(".metadata")]) == 2
 
@@ -409,9 +408,9 @@ def test_one_decomposition_for_each_factor_in_the_whole_world(monkeypatch: pytes
 
     def count(factor: Tensor) -> tuple[Tensor, Tensor]:
         calls.extend([len(factor)] * bool(factor.any()))  # the bases of zero factors are known
-        return eigen.decompose(factor)
+        return rule.decompose(factor)
 
-    for module in (rekls.plan.exact, rekls.plan.stable):
+    for module in (exact, stable):
         monkeypatch.setattr(module, "decompose", count)
 
     def program(axis: weft.Axis) -> None:
@@ -431,9 +430,9 @@ def test_one_decomposition_for_each_factor_in_the_whole_world(monkeypatch: pytes
 
 
 def test_pieces_travel_while_others_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In virtual time: four waves hide most of what one leaves open."""
+    """In virtual time: four buckets hide most of what one leaves open."""
     machine = weft.world.Machine(latency=1e-5, bandwidth=1e8, flops=2e9)
-    monkeypatch.setattr(plan, "WAVE_BYTES", 1 << 12)
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 1 << 12)
 
     def program(axis: weft.Axis) -> None:
         parameters = [torch.nn.Parameter(torch.ones(32, 64)) for _ in range(16)]
@@ -446,10 +445,10 @@ def test_pieces_travel_while_others_are_worked_on(monkeypatch: pytest.MonkeyPatc
         return weft.world.VirtualWorld(2, chosen).run(program).elapsed
 
     work = elapsed(weft.world.Machine(latency=0.0, bandwidth=float("inf"), flops=2e9))
-    waves = elapsed(machine) - work
-    monkeypatch.setattr(plan, "WAVES", 1)
+    in_buckets = elapsed(machine) - work
+    monkeypatch.setattr(engine, "MOST_BUCKETS", 1)
     at_once = elapsed(machine) - work
-    assert waves < 0.4 * at_once
+    assert in_buckets < 0.4 * at_once
 
 
 @pytest.mark.parametrize("method", DECAY_METHODS)

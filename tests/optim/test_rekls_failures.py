@@ -13,16 +13,16 @@ from worlds import virtual_world
 
 import weft
 from weft import optim
-from weft.optim.matrix import eigen, plan
-from weft.optim.matrix.plan import VARIANTS
+from weft.optim.matrix import engine, rule
+from weft.optim.matrix.plan import RULES
 
 pytestmark = pytest.mark.usefixtures("network")
 
 
 @pytest.fixture(autouse=True)
-def many_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices as small as these would travel all at once."""
-    monkeypatch.setattr(plan, "WAVE_BYTES", 64)
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 64)
 
 
 class Run:
@@ -206,7 +206,7 @@ def test_a_decomposition_that_fails(broken: str, monkeypatch: pytest.MonkeyPatch
             raise torch.linalg.LinAlgError("did not converge")
         return real(matrix)
 
-    monkeypatch.setattr(eigen.torch.linalg, "eigh", eigh)
+    monkeypatch.setattr(rule.torch.linalg, "eigh", eigh)
 
     def program(axis: weft.Axis) -> tuple[str, bool, Tensor]:
         made = Run(axis)
@@ -275,7 +275,7 @@ def test_a_sum_that_overflows_has_a_mean() -> None:
         assert torch.isfinite(weight).all() and (weight < 1).all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [1e-40, 1e-25, 1e20, 3e38])
 def test_gradients_of_any_size_leave_finite_weights(variant: str, dtype: torch.dtype, size: float) -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import optim
-from weft.optim.matrix.plan import VARIANTS
+from weft.optim.matrix.plan import RULES
 from weft.world.launch import ProcessWorld
 
 
@@ -231,7 +231,7 @@ def go_on_with_parts(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mesh", ["tensor", "data x tensor"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RULES)
 def test_a_checkpoint_of_four_goes_on_at_any_size(
     four: ProcessWorld, two: ProcessWorld, tmp_path: Path, variant: str, mesh: str
 ) -> None:

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 import weft
-from weft.bench.matrix.rekls_quality import Job, train
+from weft.bench.matrix.quality import Job, train
 from weft.world.launch import ProcessWorld
 
 # The best of the benchmark's grids.

@@ -9,7 +9,7 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.bench.matrix.replicated_rekls import ReplicatedREKLS, split_rows
+from weft.bench.matrix.replicated import ReplicatedREKLS, split_rows
 
 pytestmark = pytest.mark.usefixtures("network")
 KINDS = (Kind((7, 5), 0), Kind((6, 10), 1), Kind((8, 8), None), Kind((1, 4), 1), Kind((12, 3), 0))

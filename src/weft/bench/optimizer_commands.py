@@ -51,24 +51,24 @@ def _rekls_speed(
     ranks: int | None, json: Path | None, repeats: int = 7, warm_steps: int = 4, widths: tuple[int, ...] = (128, 256),
     blocks: int = 2,
 ) -> None:  # fmt: skip
-    from weft.bench.matrix import rekls
+    from weft.bench.matrix import bench
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
         "rekls", ranks, json, {"repeats": repeats, "warm_steps": warm_steps, "blocks": blocks},
-        lambda size: rekls.layouts(size, blocks),
-        lambda world, report: rekls.run(world, report, repeats, warm_steps, widths, blocks),
+        lambda size: bench.layouts(size, blocks),
+        lambda world, report: bench.run(world, report, repeats, warm_steps, widths, blocks),
     )  # fmt: skip
 
 
 def _rekls_quality(ranks: int | None, json: Path | None, seeds: int = 5, steps: int = 300) -> None:
-    from weft.bench.matrix import rekls_quality
+    from weft.bench.matrix import quality
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
         "rekls --quality", ranks, json, {"seeds": seeds, "steps": steps},
-        lambda size: rekls_quality.layouts(seeds, steps),
-        lambda world, report: rekls_quality.run(world, report, seeds, steps),
+        lambda size: quality.layouts(seeds, steps),
+        lambda world, report: quality.run(world, report, seeds, steps),
     )  # fmt: skip
 
 

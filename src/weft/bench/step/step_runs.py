@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.bench.matrix.rekls_runs import SHAPES
+from weft.bench.matrix.bench import SHAPES
 from weft.bench.timing import line_up, peak_memory
 from weft.bench.train.sockets import sent_bytes
 from weft.comm import Axis, record

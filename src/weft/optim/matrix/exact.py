@@ -20,19 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.optim.matrix.adam import adam_direction
-from weft.optim.matrix.eigen import decompose
-from weft.optim.matrix.settings import Layout, Settings
+from weft.optim.matrix.rule import Layout, Settings, adam_direction, decompose
 
 
 def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
-    """The shape and dtype of each tensor of the state that is saved."""
-    found = dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
-    return found | {side: ((dim, dim), dtype) for side, dim in zip("LR", shape, strict=True) if settings.factored(dim)}
+    """Adam's moments in the eigenbases, and the factors."""
+    return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype)) | settings.factors(shape, dtype)
 
 
 def derive(state: dict[str, Any]) -> None:
-    """The bases, made from the factors: the same bits as those of the step that made the factors."""
+    """The bases, from the factors."""
     for side in "LR":
         if side in state:
             state[f"eigenvalues_{side}"], state[f"Q_{side}"] = decompose(state[side])
@@ -41,25 +38,19 @@ def derive(state: dict[str, Any]) -> None:
 def advance(
     state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
 ) -> tuple[dict[str, Any], Tensor]:
-    """The state after a step and what is to be subtracted from the weight, both new.
-
-    ``weight`` is needed for l2 decay, which enters Adam and not the factors.
-    """
+    """The state after a step and the update."""
     grad = _within_range(grad)
     new = _renew_factors(state, grad, settings)
     old_l, old_r, now_l, now_r = (some.get(f"Q_{side}") for some in (state, new) for side in "LR")
     moment = _turn(state["exp_avg"], _transposed(old_l), _transposed(old_r))
     decayed = grad if weight is None else grad + weight * settings.weight_decay
-    direction, new["exp_avg"], new["exp_avg_sq"] = adam_direction(
-        _turn(decayed, now_l, now_r), _turn(moment, now_l, now_r), state["exp_avg_sq"], state["step"], settings
-    )
-    return new, _turn(direction, _transposed(now_l), _transposed(now_r)).mul_(settings.lr)
+    moments, direction = adam_direction(state, _turn(decayed, now_l, now_r), _turn(moment, now_l, now_r), settings)
+    return new | moments, _turn(direction, _transposed(now_l), _transposed(now_r)).mul_(settings.lr)
 
 
 def _renew_factors(state: dict[str, Any], grad: Tensor, settings: Settings) -> dict[str, Any]:
     """Both factors, from the old bases, and their new bases."""
-    number = int(state["step"]) + 1
-    keep = 1 - (1 - settings.shampoo_beta) / (1 - settings.shampoo_beta**number)
+    keep = settings.keep_factor(int(state["step"]) + 1)
     new: dict[str, Any] = {}
     for side, other, matrix in (("L", "R", grad), ("R", "L", grad.mT)):
         if side not in state:

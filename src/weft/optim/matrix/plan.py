@@ -1,25 +1,147 @@
-"""What is done with each parameter, by whom and in which wave."""
+"""Where the parameters of a group lie on the ranks, which rule steps each of them, and which rank does that work.
+
+Placements are read from DTensors, said by ``partition_dim``, and made of the shapes that ranks gather.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.optim.matrix import adam, exact, stable
-from weft.optim.matrix.placement import Placement, is_matrix
-from weft.optim.matrix.settings import Layout, Settings
-from weft.optim.owners import Averaged, Owners, Place, Replicated, Route, Sharded
-from weft.parallel.dtensor import is_dtensor, mesh_axes
+from weft.optim.matrix import exact, stable
+from weft.optim.matrix.rule import AdamW, Layout, Rule, Settings
+from weft.optim.owners import Averaged, Owners, Place, Replicated, Role, Route, Sharded
+from weft.optim.step.verdict import gather_verdict
+from weft.parallel.dtensor import is_dtensor, local_of, mesh_axes
 
-VARIANTS: dict[str, ModuleType] = {"exact": exact, "stable": stable}
-WAVES = 4  # at most: more messages than that hide little more
-WAVE_BYTES = 1 << 20  # of gradients that an owner gets in a wave, at least: a message has a cost of its own
+RULES: dict[str, Rule] = {"exact": exact, "stable": stable}
+Cuts = list[tuple[Axis, int | None]]  # the axes a parameter lies on, and the dimension it is cut along on each
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter, seen as a matrix or a vector, over the ranks.
+
+    ``whole`` is its shape, ``local`` that of this rank's part; ``roles[i]`` says how it lies on ``axes[i]``, each of
+    more than one rank, in the order in which pieces are put together.
+    """
+
+    whole: tuple[int, ...]
+    local: tuple[int, ...]
+    axes: tuple[Axis, ...] = ()
+    roles: tuple[Role, ...] = ()
+
+    @property
+    def whole_over(self) -> list[Axis]:
+        """The axes on which it is the same, or averaged."""
+        return [axis for axis, role in zip(self.axes, self.roles, strict=True) if not isinstance(role, Sharded)]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common when a group is added."""
+
+    dtypes: tuple[str, ...]
+    dims: tuple[str, ...]
+    settings: str
+
+
+def find_placements(
+    parameters: Sequence[Tensor], group: dict[str, Any], tensor_axis: Axis, data_axis: Axis | None,
+    fault: Exception | None,
+) -> tuple[list[Placement], list[Axis]]:  # fmt: skip
+    """Where each parameter lies, and all axes that anything lies on.
+
+    Ranks gather the shapes they hold, once for each axis; ``fault`` is raised on all.
+    """
+    all_cuts: list[Cuts] = []
+    for number, parameter in enumerate(parameters):
+        try:
+            all_cuts.append(_cuts(number, parameter, group, tensor_axis))
+        except NotImplementedError as error:
+            fault, all_cuts = fault or error, all_cuts + [[]]
+    shapes = [_matrix_shape(local_of(parameter)) for parameter in parameters]
+    found = [Placement(shape, shape) for shape in shapes]
+    axes = [] if data_axis is None or data_axis.size == 1 else [data_axis]
+    if tensor_axis.size > 1 and not all(is_dtensor(parameter) for parameter in parameters):
+        axes.append(tensor_axis)
+    for number, (parameter, cuts) in enumerate(zip(parameters, all_cuts, strict=True)):
+        lies_on = [axis for axis, _ in (mesh_axes(parameter) if is_dtensor(parameter) else cuts)]
+        axes += [axis for axis in lies_on if axis.size > 1 and axis not in axes]
+        if [axis for axis in axes if any(axis is own for own, _ in cuts)] != [axis for axis, _ in cuts]:
+            fault = fault or NotImplementedError(
+                f"REKLS: parameter {number} is cut along the axes of its mesh in another order than the parameters "
+                f"before it; put it into an optimizer of its own (rank {tensor_axis.rank})"
+            )
+    settings = {name: group[name] for name in sorted(group) if name not in ("params", "param_names", "lr")}
+    options = _Options(
+        tuple(f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters),
+        tuple(str([dim for _, dim in cuts]) for cuts in all_cuts),
+        "" if fault else str(settings),  # what is at fault may not even be shown
+    )
+
+    def merge(axis: Axis, gathered: list[tuple[int, ...]]) -> list[int]:
+        for index, placement in enumerate(found):
+            rows = [numbers[2 * index : 2 * index + 2] for numbers in gathered]
+            dims = [dim for own, dim in all_cuts[index] if own is axis]
+            if axis is data_axis:
+                found[index] = _extend(index, placement, axis, Averaged(), None, rows)
+            elif dims:
+                found[index] = _extend(index, placement, axis, Replicated(), dims[0], rows)
+        return [number for placement in found for number in _pair(placement.whole)]
+
+    numbers = [number for shape in shapes for number in _pair(shape)]
+    gather_verdict(axes, "REKLS.add_param_group", options, numbers, merge, fault)
+    return found, axes
+
+
+def _extend(
+    number: int, placement: Placement, axis: Axis, role: Role, dim: int | None, rows: list[tuple[int, ...]]
+) -> Placement:
+    """The placement with one more axis, whose ranks hold matrices of the shapes ``rows``: cut along ``dim``, if any."""
+    alike = [tuple(size for at, size in enumerate(row) if at != dim) for row in rows]
+    if any(one != alike[0] for one in alike):
+        kind = f"is cut along dimension {dim} over" if dim is not None else "must have one shape on all"
+        shown = "; ".join(f"{list(row)} on rank {rank}" for rank, row in enumerate(rows))
+        raise ValueError(f"REKLS: parameter {number} {kind} {axis.size} ranks, but is {shown}")
+    whole = placement.whole
+    if dim is not None:
+        role = Sharded(dim, tuple(row[dim] for row in rows))
+        whole = (*whole[:dim], sum(role.sizes), *whole[dim + 1 :])
+    return Placement(whole, placement.local, (*placement.axes, axis), (*placement.roles, role))
+
+
+def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
+    """Whether the group's rule steps a parameter; the others are stepped by AdamW."""
+    return parameter.ndim >= 2 and group["algorithm"] == "rekls"
+
+
+def _matrix_shape(local: Tensor) -> tuple[int, ...]:
+    """A rank's part as a vector or a matrix: further dimensions are joined to the second."""
+    return (local.numel(),) if local.ndim < 2 else (local.shape[0], local.shape[1:].numel())
+
+
+def _cuts(number: int, parameter: Tensor, group: dict[str, Any], tensor_axis: Axis) -> Cuts:
+    """Of a parameter; a data axis, on which it is whole, is not among them."""
+    if is_dtensor(parameter) and not is_matrix(parameter, group):
+        return []  # every rank steps its own elements
+    cuts = mesh_axes(parameter) if is_dtensor(parameter) else [(tensor_axis, group["partition_dim"])]
+    if parameter.ndim > 2 and any(dim is not None and dim > 0 for _, dim in cuts):
+        raise NotImplementedError(
+            f"REKLS: parameter {number} {list(parameter.shape)} is flattened and cut along another dimension than the "
+            f"first (rank {tensor_axis.rank}); shard it along dimension 0"
+        )
+    return [(axis, dim) for axis, dim in cuts if axis.size > 1]
+
+
+def _pair(shape: tuple[int, ...]) -> list[int]:
+    """A shape as two integers."""
+    return [shape[0], shape[1] if len(shape) > 1 else 0]
 
 
 @dataclass(frozen=True)
@@ -32,7 +154,7 @@ class Plan:
     """
 
     name: str
-    rule: ModuleType
+    rule: Rule
     placement: Placement
     owners: Owners
     route: Route
@@ -48,8 +170,23 @@ class Plan:
         return self.route.dtype
 
     @property
-    def has_factors(self) -> bool:
-        return self.rule is not adam
+    def is_split(self) -> bool:
+        """Whether each rank steps the elements that lie there, by AdamW, and so has the state of these alone."""
+        return self.rule is AdamW
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this rank does the work."""
+        return self.owners.here == self.route.owner
+
+    @property
+    def weight_route(self) -> Route:
+        return replace(self.route, roles=_unaveraged(self.route.roles))
+
+    @property
+    def state_route(self) -> Route:
+        """Of what is split: how its state lies on all ranks between steps, in the row of its owner."""
+        return replace(self.route, whole=self.placement.whole, roles=_unaveraged(self.placement.roles), owner=self.home)
 
     def fresh(self, device: torch.device) -> dict[str, Any]:
         """The state before the first step, where this rank does the work."""
@@ -59,28 +196,21 @@ class Plan:
         self.rule.derive(state)
         return state
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this rank does the work."""
-        return self.owners.here == self.route.owner
+    def counts_here(self, parameter: Tensor, axes: Sequence[Axis]) -> bool:
+        """Whether what this rank works on counts in a norm over ``axes``: each element of a parameter does so once.
 
-    @property
-    def weight_route(self) -> Route:
-        roles = tuple(Replicated() if isinstance(role, Averaged) else role for role in self.route.roles)
-        return Route(self.route.whole, roles, self.route.owner, self.route.dtype, self.route.device)
+        It has one owner on the axes it travels over. On others it is cut, or the same: then the first rank's counts.
+        """
+        lies_on = zip(self.placement.axes, self.placement.roles, strict=True)
+        apart = [*self.owners.axes, *(axis for axis, role in lies_on if isinstance(role, Sharded))]
+        if is_dtensor(parameter):
+            apart += [axis for axis, dim in mesh_axes(parameter) if dim is not None]
+        return all(axis.rank == 0 or any(axis is one for one in apart) for axis in axes)
 
 
-def counts_here(plan: Plan, parameter: Tensor, axes: Sequence[Axis]) -> bool:
-    """Whether what this rank works on counts in a norm over ``axes``: each element of a parameter does so once.
-
-    It has one owner on the axes it travels over. On others it is cut, or the same: then the first rank's counts.
-    """
-    cut = [axis for axis, role in zip(plan.placement.axes, plan.placement.roles, strict=True)
-           if isinstance(role, Sharded)]  # fmt: skip
-    if is_dtensor(parameter):
-        cut += [axis for axis, dim in mesh_axes(parameter) if dim is not None]
-    apart = [*plan.owners.axes, *cut]
-    return all(axis.rank == 0 or any(axis is one for one in apart) for axis in axes)
+def _unaveraged(roles: Sequence[Role]) -> tuple[Role, ...]:
+    """The roles of what is the same on the ranks that average gradients."""
+    return tuple(Replicated() if isinstance(role, Averaged) else role for role in roles)
 
 
 class Planner:
@@ -89,16 +219,11 @@ class Planner:
     def __init__(self) -> None:
         self._owners: dict[tuple[int, ...], Owners] = {}
 
-    def over(self, placement: Placement, averaged_only: bool) -> tuple[Owners, list[int]]:
-        """The owners on the axes of a placement (or on those where it is averaged), and which of its axes these are."""
-        chosen = [
-            index for index, role in enumerate(placement.roles) if not averaged_only or isinstance(role, Averaged)
-        ]
-        axes = [placement.axes[index] for index in chosen]
+    def _over(self, axes: Sequence[Axis]) -> Owners:
         key = tuple(id(axis) for axis in axes)
         if key not in self._owners:
             self._owners[key] = Owners(axes)
-        return self._owners[key], chosen
+        return self._owners[key]
 
     def plan(
         self, parameters: Sequence[Tensor], names: Sequence[str], placements: Sequence[Placement], group: dict[str, Any]
@@ -110,70 +235,27 @@ class Planner:
         for index in sorted(range(len(parameters)), key=lambda index: -costs[index]):
             parameter, placement = parameters[index], placements[index]
             matrix = is_matrix(parameter, group)
-            owners, chosen = self.over(placement, averaged_only=not matrix)
-            roles = tuple(placement.roles[at] for at in chosen)
-            whole = placement.whole if matrix else placement.local
+            rule, whole = (RULES[group["variant"]], placement.whole) if matrix else (AdamW, placement.local)
+            chosen = [at for at, role in enumerate(placement.roles) if matrix or isinstance(role, Averaged)]
+            owners = self._over([placement.axes[at] for at in chosen])
             wide = torch.promote_types(parameter.dtype, torch.float32)
+            roles = tuple(placement.roles[at] for at in chosen)
             route = Route(whole, roles, owners.assign(costs[index]), wide, parameter.device)
-            rule = VARIANTS[group["variant"]] if matrix else adam
-            everywhere, _ = self.over(placement, averaged_only=False)
             places = dict(zip(chosen, route.owner, strict=True))
             home = tuple(places.get(at, 0) for at in range(len(placement.roles)))
             replicated = not is_dtensor(parameter) and any(isinstance(role, Replicated) for role in placement.roles)
             plans[index] = Plan(
-                names[index], rule, placement, owners, route, everywhere, home, rule.layout(whole, wide, settings),
-                replicated, _elements(parameter, placement),
+                names[index], rule, placement, owners, route, self._over(placement.axes), home,
+                rule.layout(whole, wide, settings), replicated, _elements(parameter, placement),
             )  # fmt: skip
         return [plans[index] for index in range(len(parameters))]
 
 
 def _cost(parameter: Tensor, placement: Placement, group: dict[str, Any]) -> float:
     """What the work on a parameter costs, the same on every rank: decompositions and a pass over the elements."""
-    elements = _elements(parameter, placement)
-    if not is_matrix(parameter, group):
-        return elements
-    return elements + sum(dim**3 for dim in placement.whole if dim <= group["max_factor_dim"])
+    sides = placement.whole if is_matrix(parameter, group) else ()
+    return _elements(parameter, placement) + sum(dim**3 for dim in sides if dim <= group["max_factor_dim"])
 
 
 def _elements(parameter: Tensor, placement: Placement) -> int:
     return parameter.numel() if is_dtensor(parameter) else torch.Size(placement.whole).numel()
-
-
-def in_waves(plans: Sequence[Plan], wave_bytes: int | None = None) -> list[list[int]]:
-    """Indices of plans whose pieces travel together, in the order in which they are worked on.
-
-    An owner gets about ``wave_bytes`` of gradients in a wave; None: at least `WAVE_BYTES`, in at most `WAVES`.
-
-    What does not travel comes first: it is worked on while the first pieces are on their way. Nothing hides the first
-    pieces' way to their owners and the last ones' way back, so each owner's two smallest matrices go first and last.
-    """
-    by_ranks: dict[int, list[int]] = {}
-    for index, plan in enumerate(plans):
-        by_ranks.setdefault(id(plan.owners), []).append(index)
-    waves: list[list[int]] = []
-    for indices in sorted(by_ranks.values(), key=lambda indices: len(plans[indices[0]].owners.axes)):
-        if not plans[indices[0]].owners.axes:
-            waves.append(indices)
-            continue
-        of_owner: dict[Any, list[int]] = {}
-        for index in sorted(indices, key=lambda index: plans[index].elements):
-            of_owner.setdefault(plans[index].route.owner, []).append(index)
-        most = max(
-            sum(plans[index].elements * plans[index].wide.itemsize for index in some) for some in of_owner.values()
-        )
-        wanted = min(WAVES, max(1, most // WAVE_BYTES)) if wave_bytes is None else -(-most // wave_bytes)
-        count = min(wanted, max(len(some) for some in of_owner.values()))
-        cut: list[list[int]] = [[] for _ in range(count)]
-        for some in of_owner.values():
-            for index, wave in zip(some, _wave_of_each(len(some), count), strict=True):
-                cut[wave].append(index)
-        waves += [sorted(wave) for wave in cut]
-    return waves
-
-
-def _wave_of_each(tasks: int, waves: int) -> list[int]:
-    """The wave of each of an owner's tasks, which stand by size: the smallest first, the next last, others between."""
-    ends = [0, waves - 1][: min(tasks, waves)]
-    between = max(1, waves - 2)
-    rest = tasks - len(ends)
-    return ends + [min(waves - 1, 1 + at * between // rest) for at in range(rest)]

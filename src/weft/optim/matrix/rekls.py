@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.arguments import at, read
-from weft.comm.modes import outside_autocast
+from weft.comm.arguments import at, find_choice_fault, find_flag_fault, find_integer_fault, read, show
 from weft.comm.wire import SoloWire
 from weft.errors import as_told
-from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
-from weft.optim.matrix.placement import find_cut_fault, find_parameter_fault, find_placements
-from weft.optim.matrix.plan import VARIANTS, Plan, Planner, counts_here, in_waves
-from weft.optim.matrix.settings import Settings, find_group_fault
-from weft.optim.matrix.step import Task, Wave, find_late_change
-from weft.optim.step.group_faults import find_option_fault, first_group_fault, list_params
-from weft.optim.step.part import Examined, StepPart, find_listed_twice
-from weft.optim.step.saved_state import agree_to_load, find_state_fault, first_count, take_apart
+from weft.ops.embedding import RowTable
+from weft.optim.matrix.engine import MatrixOptimizer
+from weft.optim.matrix.plan import RULES, find_placements
+from weft.optim.matrix.rule import DECAY_METHODS
+from weft.optim.step.group_faults import find_kind_fault, find_option_fault, first_group_fault, list_params
+from weft.optim.step.part import find_listed_twice
+from weft.optim.step.saved_state import first_count
 from weft.optim.step.verdict import gather_verdict, join_faults
-from weft.parallel.dtensor import local_gradient
-
-_PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
+from weft.parallel.dtensor import is_dtensor
 
 
-class REKLS(StepPart):
+class REKLS(MatrixOptimizer):
     """SOAP in the eigenbases of KL-Shampoo's factors, for matrices; AdamW for the rest.
 
     Each matrix has an owner among the ranks. Gradients go to owners, owners work, updates come back: one
@@ -83,8 +79,9 @@ class REKLS(StepPart):
     ) -> None:
         data_axis = None if data_group is None else Axis.of(data_group)
         tensor_axis = Axis.of(data_axis if group is None and data_axis is not None else group)
-        self._data_only = data_axis is not None and data_axis.size > 1 and tensor_axis.counter is data_axis.counter
+        self._data_only = False
         if data_axis is not None and tensor_axis.counter is data_axis.counter:
+            self._data_only = data_axis.size > 1
             tensor_axis = data_axis.subset([data_axis.rank])  # weights are whole on the ranks that average
         self._begin(tensor_axis, data_axis)
         listed = find_option_fault("REKLS", on_nonfinite, None, self._rank) or list_params("REKLS", params, self._rank)
@@ -105,21 +102,12 @@ class REKLS(StepPart):
     def _refuse(self, fault: Exception) -> NoReturn:
         """Tell all ranks, who wait for this one, that it has no parameters to add."""
         axes = [axis for axis in (self._data_axis, self._tensor_axis) if axis is not None and axis.size > 1]
-        gather_verdict(axes, "REKLS.add_param_group", None, [], lambda axis, told: [], fault)
+        gather_verdict(axes, "REKLS.add_param_group", None, [], lambda axis, gathered: [], fault)
         raise AssertionError("a fault is raised")
-
-    def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
-        self._tensor_axis, self._data_axis = tensor_axis, data_axis
-        self._planner = Planner()
-        self._plans: dict[Tensor, Plan] = {}
-        self._axes: list[Axis] = []
-        self._in_waves: list[list[Tensor]] | None = None
-        self._wave_bytes: int | None = None
-        self._under_way: list[Wave] = []
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. All ranks must call it: they tell each other the shapes of their shards."""
+        """As torch's. All ranks must call it: they gather the shapes of their shards."""
         try:
             super().add_param_group(param_group)
         except Exception as error:  # torch's words
@@ -137,140 +125,19 @@ class REKLS(StepPart):
         """Find out how the parameters of the ``place``-th group lie on the ranks, and give them owners."""
         parameters, rank = group["params"], self._rank
         fault = read("REKLS", rank, lambda: join_faults([
-            self._find_fault([group]), find_cut_fault(group, rank) if self._data_only else None,
+            self._find_fault([group]), _find_cut_fault(group, rank) if self._data_only else None,
             find_listed_twice("REKLS", parameters, rank),
-            *(find_parameter_fault(number, parameter, group, rank) for number, parameter in enumerate(parameters)),
+            *(_find_parameter_fault(number, parameter, group, rank) for number, parameter in enumerate(parameters)),
         ]))  # fmt: skip
         placements, axes = find_placements(parameters, group, self._tensor_axis, self._data_axis, fault)
         self._axes += [axis for axis in axes if axis not in self._axes]
         numbers = [f"parameter {number} of group {place}" for number in range(len(parameters))]
         plans = self._planner.plan(parameters, group.get("param_names", numbers), placements, group)
         self._plans.update(zip(parameters, plans, strict=True))
-        self._in_waves = None
+        self._buckets = None
 
     def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
-        return first_group_fault("REKLS", groups, lambda group: find_group_fault(group, tuple(VARIANTS)), self._rank)
-
-    # The verbs of a part.
-
-    def step_axes(self) -> list[Axis]:
-        """All axes that a parameter lies on."""
-        return list(self._axes)
-
-    def cut(self, bucket_bytes: int) -> None:
-        """Waves in which an owner gets about so many bytes of gradients."""
-        self._wave_bytes, self._in_waves = bucket_bytes, None
-
-    def buckets(self) -> list[list[Tensor]]:
-        """Waves: what does not travel, then matrices whose pieces travel together."""
-        if self._in_waves is None:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            waves = in_waves([self._plans[parameter] for parameter in parameters], self._wave_bytes)
-            self._in_waves = [[parameters[index] for index in wave] for wave in waves]
-        return self._in_waves
-
-    def replicated_over(self, parameter: Tensor) -> list[Axis]:
-        """Where it is the same, or averaged."""
-        return self._plans[parameter].placement.whole_over
-
-    def examine(self) -> Examined:
-        """Which gradients are here; those of replicated parameters must be the same over ``group``."""
-        found = super().examine()
-        found.names = [self._plans[parameter].name for parameter in found.parameters]
-        found.fault = self._find_fault(self.param_groups) or found.fault
-        if found.fault is None:
-            found.settings = tuple(Settings.of(group) for group in self.param_groups)
-            found.fault = find_late_change(self._under_way, self.param_groups)
-        found.alike = [self._tensor_axis if self._plans[p].replicated else None for p in found.parameters]
-        return found
-
-    def begin(self, present: Collection[Tensor]) -> None:
-        """Take what has gradients, in waves."""
-        super().begin(present)
-        settings = {p: Settings.of(group) for group in self.param_groups for p in group["params"]}
-        self._under_way = [
-            Wave([Task(p, self._plans[p], settings[p]) for p in wave if p in present]) for wave in self.buckets()
-        ]
-
-    def gradient_of(self, parameter: Tensor) -> Tensor:
-        """Also of a DTensor whose ranks' gradients are still to be added up."""
-        return super().gradient_of(parameter) if parameter.grad is None else local_gradient(parameter)
-
-    def send(self, bucket: int) -> None:
-        """Start the gradients of a wave to their owners."""
-        wave = self._under_way[bucket]
-        if wave.tasks:
-            wave.send([self.gradient_of(task.parameter) for task in wave.tasks])
-
-    def travels(self, bucket: int) -> bool:
-        """Not where every rank steps its own elements."""
-        return self._under_way[bucket].travels
-
-    def advance(self, bucket: int) -> None:
-        """Over data x tensor ranks gradients and updates travel in two hops."""
-        self._under_way[bucket].advance()
-
-    def squared_norm(self, bucket: int) -> Tensor:
-        """Of the whole gradients this rank owns; of what every rank steps alone, each element once."""
-        wave, squares = self._under_way[bucket], torch.zeros((), dtype=torch.float64)
-        for task, grad in zip(wave.tasks, wave.arrive() if wave.tasks else [], strict=True):
-            if grad is not None and counts_here(task.plan, task.parameter, self._axes):
-                squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square().cpu()
-        return squares
-
-    def work_on(self, bucket: int, scale: float) -> None:
-        """Decompositions, projections and Adam for the matrices of a wave that this rank owns."""
-        wave = self._under_way[bucket]
-        if wave.tasks:
-            groups = {p: group for group in self.param_groups for p in group["params"]}
-            for task in wave.tasks:  # gradients may have left before a scheduler changed the rate
-                now = Settings.of(groups[task.parameter])
-                if now.decays_gradient == task.settings.decays_gradient:  # else `examine` tells
-                    task.settings = now
-            numbers = {id(plan): number for number, plan in enumerate(self._plans.values())}
-            wave.work(self.state, scale, lambda plan, *how: self.attempt(numbers[id(plan)], *how))
-            if wave.failed is not None and not self.failed:
-                self.failed = 1 + numbers[id(wave.failed)]
-
-    def commit(self, accepted: bool) -> None:
-        """Apply the updates that come back, and keep the owned states."""
-        under_way, self._under_way = self._under_way, []
-        for wave in under_way:
-            wave.commit(self.state, accepted)
-
-    # Saving, loading, copying.
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with whole tensors as DTensors over the ranks; all ranks must ask."""
-        saved = super().state_dict()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        saved["state"] = dict(enumerate(save_tensors(parameters, self._plans, self.state)))
-        return saved
-
-    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any] | None]]:
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for group, now in zip(groups, self.param_groups, strict=False):
-            group.update({name: now[name] for name in _PLACING})
-        return take_apart(self, state_dict, groups)
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise if a state cannot be loaded."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter, values in zip(parameters, self._take_apart(state_dict)[1], strict=True):
-            check_tensors(parameter, self._plans[parameter], values)
-
-    @torch.no_grad()
-    @outside_autocast()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
-        agree_to_load("REKLS", self._axes, find_state_fault(self, state_dict))
-        saved, given = self._take_apart(state_dict)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        loaded = load_tensors(parameters, self._plans, given)
-        super().load_state_dict(saved)
-        for parameter, state in zip(parameters, loaded, strict=True):
-            self.state[parameter] = state
+        return first_group_fault("REKLS", groups, _find_group_fault, self._rank)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._axes:
@@ -297,3 +164,64 @@ class REKLS(StepPart):
         twin._axes, twin._data_only = list(self._axes), self._data_only
         twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}
         return twin
+
+
+def _find_group_fault(group: dict[str, Any]) -> Exception | None:
+    """All that is wrong with a parameter group's numbers and options, if anything."""
+    if fault := find_kind_fault("REKLS", group, "eps", "weight_decay", "shampoo_beta"):
+        return fault
+    lr, eps, decay, shampoo_beta = float(group["lr"]), group["eps"], group["weight_decay"], group["shampoo_beta"]
+    (b1, b2), dim = group["betas"], group["partition_dim"]
+    faults: list[Exception | None] = []
+    if not all(0 <= value < float("inf") for value in (lr, eps, decay)):
+        words = f"lr, eps and weight_decay must be finite and not negative, got {lr}, {eps} and {decay}"
+        faults.append(ValueError(f"REKLS: {words}"))
+    if not all(0 <= beta < 1 for beta in (b1, b2, shampoo_beta)):
+        words = f"betas and shampoo_beta must be in [0, 1), got ({b1}, {b2}) and {shampoo_beta}"
+        faults.append(ValueError(f"REKLS: {words}"))
+    known = {"weight_decay_method": DECAY_METHODS, "variant": tuple(RULES), "algorithm": ("rekls", "adamw")}
+    faults += [find_choice_fault("REKLS", name, group[name], None, choices) for name, choices in known.items()]
+    faults.append(find_integer_fault("REKLS", "max_factor_dim", group["max_factor_dim"], None, least=0))
+    if dim is not None and (find_integer_fault("REKLS", "partition_dim", dim, None) or dim not in (0, 1)):
+        faults.append(ValueError(f"REKLS: partition_dim must be 0, 1 or None, got {show(dim)}"))
+    faults.append(find_flag_fault("REKLS", "flatten", group["flatten"], None))
+    return join_faults(faults)
+
+
+def _find_cut_fault(group: dict[str, Any], rank: int) -> Exception | None:
+    """Where weights are whole on all ranks there are: whether a shard has none to be cut over."""
+    if group["partition_dim"] is None:
+        return None
+    return ValueError(
+        f"REKLS: partition_dim={group['partition_dim']} says that parameters are shards over group, but the only "
+        f"ranks given are those of data_group, over which they are whole; pass both: group= the ranks that hold "
+        f"the shards, data_group= those whose gradients are averaged (rank {rank})"
+    )
+
+
+def _find_parameter_fault(number: int, parameter: Tensor, group: dict[str, Any], rank: int) -> Exception | None:
+    """What is wrong with a parameter, if anything."""
+    shape, where = list(parameter.shape), f"(rank {rank})"
+    dim = group["partition_dim"]
+    if parameter.layout != torch.strided:
+        return TypeError(f"REKLS: parameter {number} is {parameter.layout}, not dense {where}")
+    if not parameter.is_floating_point():
+        return TypeError(f"REKLS: parameter {number} is {parameter.dtype}; parameters must be floating point {where}")
+    if isinstance(getattr(parameter, "row_table", None), RowTable):
+        return TypeError(
+            f"REKLS: parameter {number} is the table of a weft.ShardedEmbedding; step it with "
+            f"weft.optim.RowAdam {where}"
+        )
+    if group["algorithm"] == "rekls" and parameter.ndim > 2 and not group["flatten"]:
+        return ValueError(
+            f"REKLS: parameter {number} has {parameter.ndim} dimensions {shape}; put it into a group with flatten=True "
+            f"(a matrix of the first by all others) or algorithm='adamw' {where}"
+        )
+    if dim is not None and is_dtensor(parameter):
+        return ValueError(
+            f"REKLS: parameter {number} is a DTensor, whose placement is read from it; leave out partition_dim={dim} "
+            f"{where}"
+        )
+    if dim is not None and dim >= parameter.ndim:
+        return ValueError(f"REKLS: partition_dim={dim} is not a dimension of parameter {number} {shape} {where}")
+    return None

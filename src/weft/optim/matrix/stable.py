@@ -24,20 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.optim.matrix.eigen import decompose
-from weft.optim.matrix.settings import Layout, Settings
+from weft.optim.matrix.rule import Layout, Settings, decompose
 
 FLOOR = 0.05  # of an eigenvalue to the mean
 
 
 def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
-    """The shape and dtype of each tensor of the state that is saved."""
-    found: Layout = {"exp_avg": (shape, dtype), "second_moment": ((), torch.float64)}
-    return found | {side: ((dim, dim), dtype) for side, dim in zip("LR", shape, strict=True) if settings.factored(dim)}
+    """The momentum, the scalar second moment and the factors."""
+    return {"exp_avg": (shape, dtype), "second_moment": ((), torch.float64)} | settings.factors(shape, dtype)
 
 
 def derive(state: dict[str, Any]) -> None:
-    """The roots, made from the factors: the same bits as those of the step that made the factors."""
+    """The inverse roots, from the factors."""
     for side in "LR":
         if side in state and bool(state[side].diagonal().any()):
             state[f"root_{side}"] = _inverse_root(state[side])
@@ -46,10 +44,7 @@ def derive(state: dict[str, Any]) -> None:
 def advance(
     state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
 ) -> tuple[dict[str, Any], Tensor]:
-    """The state after a step and what is to be subtracted from the weight, both new.
-
-    ``weight`` is needed for l2 decay, which enters the momentum and not the factors.
-    """
+    """The state after a step and the update."""
     b1, b2 = settings.betas
     number = int(state["step"]) + 1
     new: dict[str, Any] = {}
@@ -59,7 +54,7 @@ def advance(
     if size > 0:
         left, right = _times(roots[0], unit), _times(unit, roots[1])
         second += (1 - b2) * (size * _unit(_times(left, roots[1]))[0]) ** 2
-        keep = 1 - (1 - settings.shampoo_beta) / (1 - settings.shampoo_beta**number)
+        keep = settings.keep_factor(number)
         for side, one in (("L", right), ("R", left.mT)):
             if side in state:
                 new[side] = torch.addmm(state[side], one, one.mT, beta=keep, alpha=(1 - keep) / one.shape[1])

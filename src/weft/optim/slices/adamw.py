@@ -14,10 +14,18 @@ from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
 from weft.comm.modes import outside_autocast
 from weft.errors import as_told
-from weft.optim.owners import Averaged, Held, Owners, Route
-from weft.optim.slices.faults import find_group_fault, find_wrapper_fault, read_parameters
-from weft.optim.slices.layout import Range, cut_bucket, fill_buckets, flat_of, write_range
-from weft.optim.slices.pieces import Bucket, Piece
+from weft.optim.owners import Held, Owners
+from weft.optim.slices.layout import (
+    Bucket,
+    Piece,
+    Range,
+    cut_bucket,
+    cut_pieces,
+    fill_buckets,
+    find_group_fault,
+    find_wrapper_fault,
+    read_parameters,
+)
 from weft.optim.slices.state import check_slices, load_slices, save_slices
 from weft.optim.step.group_faults import find_option_fault, first_group_fault
 from weft.optim.step.part import Examined, StepPart
@@ -123,25 +131,19 @@ class ShardedAdamW(StepPart):
         if isinstance(options, Exception):
             self._axis.refuse(_ADD, options, metadata=0)
         self._axis.begin(_ADD, options, metadata=[]).metadata.wait()
-        for group_number, group in enumerate(self.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                named = group["param_names"][number] if "param_names" in group else None
-                self._names[parameter] = named or f"parameter {number} of group {group_number}"
+        for place, group in enumerate(self.param_groups):
+            numbers = [f"parameter {number} of group {place}" for number in range(len(group["params"]))]
+            for parameter, name in zip(group["params"], group.get("param_names", numbers), strict=True):
+                self._names[parameter] = name
+                self._ranges.setdefault(parameter, [])  # in this order, which is that of checkpoints
         ordered = parameters[::-1]  # a backward gives the last ones first
         for bucket in fill_buckets([p.numel() * p.element_size() for p in ordered], self._bucket_bytes):
             some = [ordered[index] for index in bucket]
             self._buckets.append([])
             for parameter, ranges in zip(some, cut_bucket([p.numel() for p in some], self._axis.size), strict=True):
                 self._ranges[parameter] = ranges
-                self._buckets[-1] += [
-                    Piece(parameter, (start, stop), self._route(parameter, stop - start, rank))
-                    for rank, (start, stop) in enumerate(ranges) if stop > start
-                ]  # fmt: skip
+                self._buckets[-1] += cut_pieces(parameter, ranges, self._owners.axes)
                 self.state[parameter] = self._fresh(parameter)
-
-    def _route(self, parameter: Tensor, length: int, owner: int) -> Route:
-        over = self._owners.axes
-        return Route((length,), (Averaged(),) * len(over), (owner,) * len(over), parameter.dtype, parameter.device)
 
     def _fresh(self, parameter: Tensor) -> dict[str, Any]:
         start, stop = self._ranges[parameter][self._axis.rank]
@@ -164,7 +166,7 @@ class ShardedAdamW(StepPart):
         if any(float(state["step"]) for state in self.state.values()):
             raise ValueError("ShardedAdamW: bucket_bytes cannot change after the first step: slices have state")
         self._bucket_bytes, self._buckets = bucket_bytes, []
-        self._place([parameter for group in self.param_groups for parameter in group["params"]])
+        self._place(list(self._names))
 
     def buckets(self) -> list[list[Tensor]]:
         """By ``bucket_bytes``, the last parameters first."""
@@ -177,9 +179,8 @@ class ShardedAdamW(StepPart):
     def examine(self) -> Examined:
         """Which gradients are here, and whether somebody else averages them."""
         found = super().examine()
-        found.fault = (
-            first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, self._axis.rank) or found.fault
-        )
+        fault = first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, self._axis.rank)
+        found.fault = fault or found.fault
         if not self._looked_for_wrappers and self._axis.size > 1:
             self._looked_for_wrappers = True
             found.fault = found.fault or find_wrapper_fault(self._names, self._axis.rank)
@@ -193,7 +194,7 @@ class ShardedAdamW(StepPart):
     def send(self, bucket: int) -> None:
         """Start gradients to the owners of their slices."""
         one = self._under_way[bucket]
-        grads = [flat_of(self.gradient_of(piece.parameter))[slice(*piece.where)] for piece in one.pieces]
+        grads = [piece.of(self.gradient_of(piece.parameter)) for piece in one.pieces]
         one.gradients = self._owners.gather("ShardedAdamW", one.routes, grads)
 
     def _arrive(self, one: Bucket) -> Held:
@@ -219,7 +220,7 @@ class ShardedAdamW(StepPart):
         for place, (piece, grad) in enumerate(zip(one.pieces, self._arrive(one), strict=True)):
             if grad is not None:
                 step = partial(self._step, one, piece, grad, scale, groups[piece.parameter])
-                mine[place] = self.attempt(numbers[piece.parameter], step, piece.own)
+                mine[place] = self.attempt(numbers[piece.parameter], step, partial(piece.of, piece.parameter))
         one.arrived = []
         one.weights = self._owners.scatter("ShardedAdamW", one.routes, mine)
 
@@ -229,7 +230,7 @@ class ShardedAdamW(StepPart):
         A master follows a weight that was changed since the last step (loaded, clamped, made anew): where the weight is
         not the rounded master, it is taken instead.
         """
-        state, own = self.state[piece.parameter], piece.own()
+        state, own = self.state[piece.parameter], piece.of(piece.parameter)
         new = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
         if "master" in state:
             new["master"] = torch.where(state["master"].to(own.dtype) == own, state["master"], own)
@@ -255,7 +256,7 @@ class ShardedAdamW(StepPart):
                 continue
             for piece, weight in zip(one.pieces, weights, strict=True):
                 assert weight is not None
-                write_range(piece.parameter, piece.where, weight)
+                piece.write(weight)
             for piece, new in one.states:
                 self.state[piece.parameter].update(new)
         if accepted:
@@ -273,24 +274,23 @@ class ShardedAdamW(StepPart):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.update(OF_TORCH)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        saved["state"] = dict(enumerate(save_slices(self._axis, parameters, self._ranges, self.state)))
+        saved["state"] = dict(enumerate(save_slices(self._axis, self._ranges, self.state)))
         return saved
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if a state cannot be loaded."""
-        _, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        check_slices(parameters, self._names, self.state, given)
+        check_slices(self._names, self.state, self._take_apart(state_dict)[1])
+
+    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any] | None]]:
+        return take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
 
     @torch.no_grad()
     @outside_autocast()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; from any number of ranks, and from ``torch.optim.AdamW``. All ranks must call it."""
         agree_to_load("ShardedAdamW", [self._axis], find_state_fault(self, state_dict))
-        saved, given = take_apart(self, state_dict, keep_own_options(self, state_dict["param_groups"]))
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        fresh = [self._fresh(parameter) for parameter in parameters]
-        states = load_slices(self._axis, parameters, self._ranges, fresh, given)
+        saved, given = self._take_apart(state_dict)
+        fresh = [self._fresh(parameter) for parameter in self._names]
+        states = load_slices(self._axis, self._ranges, fresh, given)
         super().load_state_dict(saved)
-        self.state.update(zip(parameters, states, strict=True))
+        self.state.update(zip(self._names, states, strict=True))

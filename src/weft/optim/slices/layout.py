@@ -1,25 +1,75 @@
-"""Parameters in buckets, and buckets in flat slices of equal size, one for each rank, whatever the shapes."""
+"""Parameters in buckets, and buckets in flat slices of equal size, one for each rank, whatever the shapes.
+
+And what `ShardedAdamW` refuses of parameters and groups.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 from weft.comm import Axis
-from weft.comm.coalesced import exchange_coalesced
+from weft.ops.embedding import RowTable
+from weft.optim.owners import Averaged, Held, Route, Transfer
+from weft.optim.step.group_faults import find_kind_fault, first_group_fault
+from weft.optim.step.part import find_listed_twice
+from weft.optim.step.verdict import join_faults
+from weft.parallel.dtensor import is_dtensor
 
 Range = tuple[int, int]  # of a flattened tensor: start, stop
 
 
 @dataclass(frozen=True)
-class SliceOptions:
-    """What the ranks must have in common when they trade ranges."""
+class Piece:
+    """A range of a flattened parameter; its route names the rank that owns it."""
 
-    tensors: int
+    parameter: Tensor
+    where: Range
+    route: Route
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The elements of the parameter, or of its gradient: in the same memory if that is contiguous."""
+        return tensor.detach().reshape(-1)[slice(*self.where)]
+
+    def write(self, values: Tensor) -> None:
+        """Put values into the parameter, however it lies in memory."""
+        flat = self.parameter.detach().reshape(-1)
+        flat[slice(*self.where)] = values
+        if not self.parameter.is_contiguous():
+            self.parameter.copy_(flat.view(self.parameter.shape))
+
+
+@dataclass
+class Bucket:
+    """Pieces that travel together, in the step under way. ``states``: what owned pieces' states will be."""
+
+    pieces: list[Piece]
+    gradients: Transfer | None = None
+    arrived: Held | None = None
+    weights: Transfer | None = None
+    states: list[tuple[Piece, dict[str, Tensor]]] = field(default_factory=list)
+
+    @property
+    def routes(self) -> list[Route]:
+        return [piece.route for piece in self.pieces]
+
+
+def cut_pieces(parameter: Tensor, ranges: Sequence[Range], axes: Sequence[Axis]) -> list[Piece]:
+    """The pieces of a parameter of which rank r owns ``ranges[r]``; ``axes`` are one, or none in a world of one."""
+    return [
+        Piece(parameter, (start, stop), Route(
+            (stop - start,), (Averaged(),) * len(axes), (owner,) * len(axes), parameter.dtype, parameter.device
+        ))
+        for owner, (start, stop) in enumerate(ranges) if stop > start
+    ]  # fmt: skip
 
 
 def fill_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
@@ -29,13 +79,13 @@ def fill_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
     [[0, 1], [2], [3]]
     """
     buckets: list[list[int]] = []
-    room = 0
+    left = 0
     for index, size in enumerate(sizes):
-        if not buckets or size > room:
+        if not buckets or size > left:
             buckets.append([])
-            room = most
+            left = most
         buckets[-1].append(index)
-        room -= size
+        left -= size
     return buckets
 
 
@@ -64,50 +114,88 @@ def row_ranges(shape: torch.Size | tuple[int, ...], ranks: int) -> list[Range]:
     return list(itertools.pairwise(bounds))
 
 
-def trade(
-    axis: Axis, name: str, mine: Sequence[Tensor], before: Sequence[list[Range]], after: Sequence[list[Range]]
-) -> list[Tensor]:
-    """Of each tensor the range ``after[rank]`` of this rank, made of what the ranks hold: rank r has ``before[r]``.
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common when parameters are added."""
 
-    ``mine`` are this rank's ranges, flat. What is needed travels, in one exchange.
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[str, ...]  # their types
+    bucket_bytes: int
+
+
+def read_parameters(
+    groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], bucket_bytes: int, rank: int
+) -> _Options | Exception:
+    """Of parameters that are added to the last of ``groups``: what the ranks must share, or all that is wrong."""
+    fault = join_faults([
+        first_group_fault("ShardedAdamW", groups, find_group_fault, rank),
+        *(find_listed_twice("ShardedAdamW", group["params"], rank) for group in groups),
+        *(_find_parameter_fault(number, parameter, rank) for number, parameter in enumerate(parameters)),
+    ])  # fmt: skip
+    return fault or _Options(
+        tuple(tuple(parameter.shape) for parameter in parameters),
+        tuple(parameter.dtype for parameter in parameters),
+        tuple(parameter.device.type for parameter in parameters),
+        bucket_bytes,
+    )
+
+
+def find_group_fault(group: dict[str, Any]) -> Exception | None:
+    """What is wrong with the numbers of a parameter group, if anything."""
+    if fault := find_kind_fault("ShardedAdamW", group, "eps", "weight_decay"):
+        return fault
+    lr, (b1, b2) = float(group["lr"]), group["betas"]
+    if not all(0 <= value < float("inf") for value in (lr, group["eps"], group["weight_decay"])):
+        return ValueError(
+            f"ShardedAdamW: lr, eps and weight_decay must be finite and not negative, got {lr}, {group['eps']} and "
+            f"{group['weight_decay']}"
+        )
+    if not (0 <= b1 < 1 and 0 <= b2 < 1):
+        return ValueError(f"ShardedAdamW: betas must be in [0, 1), got ({b1}, {b2})")
+    return None
+
+
+def _find_parameter_fault(number: int, parameter: Tensor, rank: int) -> Exception | None:
+    """What is wrong with a parameter, if anything."""
+    if is_dtensor(parameter):
+        return TypeError(
+            f"ShardedAdamW: parameter {number} is a DTensor (FSDP2, tensor parallel): its state is sharded as it "
+            f"is; use torch.optim.AdamW, or weft.optim.REKLS with algorithm='adamw' (rank {rank})"
+        )
+    if isinstance(getattr(parameter, "row_table", None), RowTable):
+        return TypeError(
+            f"ShardedAdamW: parameter {number} is the table of a weft.ShardedEmbedding; step it with "
+            f"weft.optim.RowAdam (rank {rank})"
+        )
+    if parameter.layout != torch.strided:
+        return TypeError(f"ShardedAdamW: parameter {number} is {parameter.layout}, not dense (rank {rank})")
+    if not parameter.is_floating_point():
+        return TypeError(f"ShardedAdamW: parameter {number} is {parameter.dtype}, not floating point (rank {rank})")
+    return None
+
+
+def find_wrapper_fault(names: Mapping[Tensor, str], rank: int) -> Exception | None:
+    """Whether a DistributedDataParallel averages the gradients of one of the parameters.
+
+    Its reducer holds them and their gradient accumulators, which torch shows only as a count. An unfinished graph may
+    be the holder, too: only where something holds a parameter are the wrappers that there are looked for and asked.
     """
-    call = axis.begin(name, SliceOptions(len(mine)))
-    sends: dict[int, list[Tensor]] = {rank: [] for rank in call.others}
-    receives: dict[int, list[Tensor]] = {rank: [] for rank in call.others}
-    found = []
-    for tensor, held, wanted in zip(mine, before, after, strict=True):
-        start, stop = wanted[axis.rank]
-        own = held[axis.rank][0]
-        out = tensor.new_empty(stop - start)
-        for rank in range(axis.size):
-            low, high = _overlap(held[rank], wanted[axis.rank])
-            if rank == axis.rank:
-                out[low - start : high - start] = tensor[low - own : high - own]
-            elif low < high:
-                receives[rank].append(out[low - start : high - start])
-            low, high = _overlap(held[axis.rank], wanted[rank])
-            if rank != axis.rank and low < high:
-                sends[rank].append(tensor[low - own : high - own])
-        found.append(out)
-    parcels = ([(rank, some) for rank, some in side.items() if some] for side in (sends, receives))
-    exchange_coalesced(call, *parcels).wait()
-    return found
+    held = {parameter for parameter in names if _is_held(parameter)}
+    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)] if held else []
+    for wrapper in wrappers:
+        for name, parameter in wrapper.module.named_parameters():
+            if parameter in held and name not in wrapper.parameters_to_ignore:
+                return ValueError(
+                    f"ShardedAdamW: {names[parameter]} is in a DistributedDataParallel, which averages its "
+                    f"gradients already; leave the wrapper out (rank {rank})"
+                )
+    return None
 
 
-def _overlap(one: Range, other: Range) -> Range:
-    low = max(one[0], other[0])
-    return low, max(low, min(one[1], other[1]))
-
-
-def flat_of(tensor: Tensor | None) -> Tensor:
-    """All elements in a row: in the same memory if that is contiguous."""
-    assert tensor is not None
-    return tensor.detach().reshape(-1)
-
-
-def write_range(parameter: Tensor, where: Range, values: Tensor) -> None:
-    """Put values into a range of a flattened parameter, however it lies in memory."""
-    flat = flat_of(parameter)
-    flat[slice(*where)] = values
-    if not parameter.is_contiguous():
-        parameter.copy_(flat.view(parameter.shape))
+def _is_held(parameter: Tensor) -> bool:
+    """Whether torch holds a parameter besides the Python object and the gradient accumulator, of which there is one."""
+    if not parameter.requires_grad:
+        return False
+    accumulator = get_gradient_edge(parameter).node
+    return accumulator is not None and parameter._use_count() > 2  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ class Task:
     matrices: list[nn.Parameter]
     others: list[nn.Parameter]
     loss: Callable[[], Tensor]
-    validation: Callable[[], float]
+    validation: Callable[[], Tensor]
 
 
 def teacher_student(seed: int) -> Task:
@@ -55,7 +55,7 @@ def teacher_student(seed: int) -> Task:
         [weight for weight in student.parameters() if weight.ndim == 2],
         [weight for weight in student.parameters() if weight.ndim == 1],
         lambda: loss(torch.randn(128, sizes[0])),
-        lambda: _without_gradients(lambda: loss(held_out)),
+        lambda: loss(held_out),
     )
 
 
@@ -94,20 +94,19 @@ def language_model(seed: int) -> Task:
     """A byte-level language model."""
     torch.manual_seed(seed)
     model, (train, held_out) = ByteModel(), _text()
-    fixed = torch.Generator().manual_seed(0)
 
     def loss(windows: Tensor) -> Tensor:
         logits = model(windows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
-    validation = _windows(held_out, 32 * BATCH, fixed)
+    validation = _windows(held_out, 32 * BATCH, torch.Generator().manual_seed(0))
     matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
     inside = {id(weight) for weight in matrices}
     return Task(
         matrices,
         [weight for weight in model.parameters() if id(weight) not in inside],
         lambda: loss(_windows(train, BATCH, None)),
-        lambda: _without_gradients(lambda: loss(validation)),
+        lambda: loss(validation),
     )
 
 
@@ -117,18 +116,12 @@ def _windows(text: Tensor, count: int, make: torch.Generator | None) -> Tensor:
     return text[starts + torch.arange(CONTEXT + 1)].long()
 
 
-def _without_gradients(loss: Callable[[], Tensor]) -> float:
-    with torch.no_grad():
-        return float(loss())
-
-
 @cache
 def _text() -> tuple[Tensor, Tensor]:
     """Bytes of the modules of the standard library: to train on, and of every tenth file to validate."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     parts = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files if file.stat().st_size]
-    held_out = parts[::10]
-    return torch.cat([part for at, part in enumerate(parts) if at % 10]), torch.cat(held_out)
+    return torch.cat([part for at, part in enumerate(parts) if at % 10]), torch.cat(parts[::10])
 
 
 TASKS: dict[str, Callable[[int], Task]] = {"teacher-student": teacher_student, "language model": language_model}

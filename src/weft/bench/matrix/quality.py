@@ -12,14 +12,13 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from weft.bench.matrix.rekls_runs import use_threads
-from weft.bench.matrix.rekls_tasks import TASKS
+from weft.bench.matrix.bench import use_threads
+from weft.bench.matrix.tasks import TASKS
 from weft.bench.report import Column, Layout, Report
 from weft.bench.world import RankPool
 from weft.comm import Axis
@@ -28,9 +27,7 @@ from weft.optim import REKLS
 METHODS = ("AdamW", "exact", "stable")
 OTHERS_RATE = 0.003  # of what is no matrix between hidden layers, where a variant of REKLS steps the matrices
 RATES: dict[tuple[str, str], tuple[float, ...]] = {
-    ("teacher-student", "AdamW"): (0.005, 0.01, 0.02, 0.04, 0.08),
-    ("teacher-student", "exact"): (0.005, 0.01, 0.02, 0.04, 0.08),
-    ("teacher-student", "stable"): (0.005, 0.01, 0.02, 0.04, 0.08),
+    **dict.fromkeys((("teacher-student", method) for method in METHODS), (0.005, 0.01, 0.02, 0.04, 0.08)),
     ("language model", "AdamW"): (0.001, 0.002, 0.004, 0.008),
     ("language model", "exact"): (0.001, 0.0025, 0.006, 0.015),
     ("language model", "stable"): (0.006, 0.012, 0.02, 0.03),
@@ -56,8 +53,7 @@ CONDITIONING = (
 )
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One training run."""
 
     task: str
@@ -67,8 +63,7 @@ class Job:
     steps: int
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Validation loss (inf if it diverged) and CPU seconds of a step."""
 
     loss: float
@@ -143,7 +138,8 @@ def train(axis: Axis, jobs: Sequence[Job]) -> Outcome | None:
             task.loss().backward()
             optimizer.step()
         cpu = (time.process_time() - start) / job.steps
-        loss = task.validation()
+        with torch.no_grad():
+            loss = float(task.validation())
         return Outcome(loss if math.isfinite(loss) else math.inf, cpu)
 
 
@@ -161,10 +157,9 @@ def make_optimizer(
 
 def perturb(axis: Axis, methods: Sequence[str]) -> list[dict[str, Any]]:
     """How far weights are from where they would be, over how far they moved, when gradients change by very little."""
-    cases = {"even": _even, "low_rank": _low_rank, "partly_zero": _partly_zero}
     with use_threads(1):
         return [
-            {"method": method, **{name: _deviation(axis, method, make) for name, make in cases.items()}}
+            {"method": method, **{name: _deviation(axis, method, make) for name, make in _GRADIENTS.items()}}
             for method in methods
         ]
 
@@ -183,17 +178,19 @@ def _deviation(axis: Axis, method: str, gradient: Callable[[torch.Generator], Te
     return float((one - other).norm() / one.norm())
 
 
-def _even(make: torch.Generator) -> Tensor:
-    return torch.randn(SHAPE, generator=make)
-
-
-def _low_rank(make: torch.Generator) -> Tensor:
-    large = torch.randn(SHAPE[0], 4, generator=make) @ torch.randn(4, SHAPE[1], generator=make) / 2
-    return large + 0.01 * torch.randn(SHAPE, generator=make)
+def _normal(make: torch.Generator, rows: int = SHAPE[0], columns: int = SHAPE[1]) -> Tensor:
+    return torch.randn(rows, columns, generator=make)
 
 
 def _partly_zero(make: torch.Generator) -> Tensor:
-    grad = torch.randn(SHAPE, generator=make)
+    grad = _normal(make)
     grad[: SHAPE[0] // 2] = 0
     grad[:, : SHAPE[1] // 4] = 0
     return grad
+
+
+_GRADIENTS: dict[str, Callable[[torch.Generator], Tensor]] = {
+    "even": _normal,
+    "low_rank": lambda make: _normal(make, columns=4) @ _normal(make, rows=4) / 2 + 0.01 * _normal(make),
+    "partly_zero": _partly_zero,
+}
