@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 Kind = Literal["none", "scalar", "vector", "dense"]
+BLOCK_BYTES = 256 * 1024  # below this a message costs more in overhead than its block saves in waiting
+MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,18 @@ class Form:
         count = self.state_elements
         return Affine(self.kind, flat[:count].view(self.shape), flat[count:].view(self.decay_shape), flat, self)
 
-    def block_count(self, blocks: int) -> int:
+    @property
+    def default_blocks(self) -> int:
+        """How many blocks to cut a state into when nobody says."""
+        return min(MOST_BLOCKS, max(1, self.state_bytes // BLOCK_BYTES))
+
+    def block_count(self, blocks: int | None) -> int:
         """In how many independent blocks a state can be cut, at most ``blocks``: by rows; dense maps by columns."""
-        return max(1, min(blocks, self.shape[-1 if self.kind == "dense" else -2]))
+        most = self.default_blocks if blocks is None else blocks
+        return max(1, min(most, self.shape[-1 if self.kind == "dense" else -2]))
 
     def cut(self, state: Tensor, blocks: int) -> list[Tensor]:
-        """Room for the blocks of a state, each contiguous: views of ``state``, or tensors of their own if dense."""
+        """Buffers for the blocks of a state, each contiguous: views of ``state``, or tensors of their own if dense."""
         if blocks == 1:
             return [state]
         if self.kind == "dense":
@@ -99,12 +107,7 @@ class Affine:
     __slots__ = ("_factor", "_flat", "_form", "decay", "kind", "state")
 
     def __init__(
-        self,
-        kind: Kind,
-        state: Tensor,
-        decay: Tensor | None,
-        flat: Tensor | None = None,
-        form: Form | None = None,
+        self, kind: Kind, state: Tensor, decay: Tensor | None, flat: Tensor | None = None, form: Form | None = None
     ) -> None:
         self.kind, self.state, self.decay, self._flat, self._form = kind, state, decay, flat, form
         self._factor: Tensor | None = None
