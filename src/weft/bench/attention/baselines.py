@@ -128,7 +128,7 @@ def ring(kv: KVExchange) -> Iterator[KVBlock]:
         owner = (rank - hop) % size
         if hop + 1 < size:
             received = torch.empty_like(keys)
-            flying = kv.call.exchange([(after, keys)], [(before, received)])
+            pending_keys = kv.call.exchange([(after, keys)], [(before, received)])
         own = torch.zeros_like(keys, dtype=kv.grad_dtype) if kv.is_backward else None
         yield kv.block(keys, kv.plan.place(owner, whole), heads, own)
         if own is not None:
@@ -138,7 +138,7 @@ def ring(kv: KVExchange) -> Iterator[KVBlock]:
             grads = torch.empty_like(own)
             arriving = kv.call.exchange([(after, own)], [(before, grads)]), grads
         if hop + 1 < size:
-            flying.wait()
+            pending_keys.wait()
             keys = received
     if arriving is not None:  # the sums are back at their owner
         pending, sums = arriving

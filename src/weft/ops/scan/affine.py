@@ -15,6 +15,12 @@ BLOCK_BYTES = 256 * 1024  # below this a message costs more in overhead than its
 MOST_BLOCKS = 16
 
 
+def _kind(state: Tensor, log_decay: Tensor | None, transition: Tensor | None) -> Kind:
+    if log_decay is None or transition is not None:
+        return "none" if transition is None else "dense"
+    return "scalar" if log_decay.ndim == state.ndim - 2 else "vector"
+
+
 @dataclass(frozen=True)
 class Form:
     """What is known of a map before it is computed: enough to say what will be received."""
@@ -28,13 +34,7 @@ class Form:
     def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Form:
         """The form of the map with this B and this decay, computed at least in fp32."""
         wide = torch.promote_types(state.dtype, torch.float32)
-        if transition is not None:
-            kind: Kind = "dense"
-        elif log_decay is None:
-            kind = "none"
-        else:
-            kind = "scalar" if log_decay.ndim == state.ndim - 2 else "vector"
-        return Form(kind, state.shape, wide, state.device)
+        return Form(_kind(state, log_decay, transition), state.shape, wide, state.device)
 
     @cached_property
     def state_elements(self) -> int:
@@ -122,11 +122,8 @@ class Affine:
     def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Affine:
         """The map with this B and this decay, in the dtype of ``state``."""
         decay = log_decay if transition is None else transition
-        state = state.detach().contiguous()
-        if decay is None:
-            return Affine("none", state, None)
-        kind: Kind = "dense" if transition is not None else "scalar" if decay.ndim == state.ndim - 2 else "vector"
-        return Affine(kind, state, decay.detach().to(state.dtype))
+        state, kind = state.detach().contiguous(), _kind(state, log_decay, transition)
+        return Affine(kind, state, None if decay is None else decay.detach().to(state.dtype))
 
     @property
     def flat(self) -> Tensor:

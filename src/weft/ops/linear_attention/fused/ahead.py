@@ -32,7 +32,7 @@ _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
 
 @dataclass(frozen=True)
 class Shape:
-    """One class of inputs. ``gate_dtype`` is that of g; a batch, heads and tokens that tell the classes apart."""
+    """One class of inputs. ``gate_dtype`` is that of g; a batch, heads and tokens by which classes differ."""
 
     gate: str
     keys: int = 128

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
-    stages: int = 2
-    registers: int = 255  # of a thread: left alone, the compiler spills a few to fit one more program
+    stages: ClassVar[int] = 2
+    registers: ClassVar[int] = 255  # of a thread: left alone, the compiler spills a few to fit one more program
 
     def run(self) -> None:
         """Start it on the device of its first argument: Triton takes the current one."""
