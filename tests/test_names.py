@@ -59,7 +59,7 @@ assert "torch" in sys.modules and "weft.optim" not in sys.modules
 @pytest.mark.parametrize(
     "first",
     [
-        "import weft.ops.attention.block, weft.ops.linear_attention.chunk, weft.ops.sequence.layout",
+        "import weft.ops.attention.plan, weft.ops.linear_attention.chunk, weft.ops.sequence.layout",
         pytest.param("from weft import *", marks=pytest.mark.slow),
         "import weft.ops.sequence as one, weft.ops.attention as two",
     ],
@@ -70,7 +70,7 @@ def test_functions_do_not_share_names_with_packages(first: str) -> None:
 {first}
 import pickle, sys, types
 import weft
-import weft.ops.attention.plan, weft.ops.linear_attention.gate, weft.ops.sequence.tokens
+import weft.ops.attention.plan, weft.ops.linear_attention.gate, weft.ops.sequence.layout
 from weft import attention, linear_attention, sequence
 for name, one in dict(attention=attention, linear_attention=linear_attention, sequence=sequence).items():
     assert isinstance(one, types.FunctionType) and one is getattr(weft, name), name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from weft.ops.attention.methods import METHODS as ATTENTION
+from weft.ops.attention.distributed import METHODS as ATTENTION
 from weft.ops.scan import METHODS
 
 MACHINE = weft.world.Machine(latency=5.0, bandwidth=40.0)

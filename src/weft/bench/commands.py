@@ -24,7 +24,7 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
     """
     check_at_least(1, repeats=repeats, calls=calls)
     check_file("--json", json)
-    from weft.bench.scan import scan
+    from weft.bench.scan import cases as scan
     from weft.bench.suite import run_on_ranks
 
     facts = {"repeats": repeats, "calls": calls}
@@ -52,7 +52,7 @@ def bench_linear_attention(
     """
     check_at_least(1, tokens=tokens, virtual_ranks=virtual_ranks, h100_ranks=h100_ranks, repeats=repeats)
     check_file("--json", json)
-    from weft.bench.linear_attention import linear_attention
+    from weft.bench.linear_attention import cases as linear_attention
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(
@@ -77,7 +77,7 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
     check_file("--json", json)
-    from weft.bench.attention import attention
+    from weft.bench.attention import cases as attention
     from weft.bench.suite import run_on_ranks
 
     run_on_ranks(

@@ -20,8 +20,7 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.ops.attention import attention, head_strides
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.layout import shard_lengths
-from weft.ops.sequence.sequence import Bounds, document_at
+from weft.ops.sequence.layout import Bounds, document_at, shard_lengths
 
 Window = tuple[int, int]
 Out = Tensor | tuple[Tensor, Tensor, None]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.sequence.layout import find_layout_fault, shard_lengths
-from weft.ops.sequence.shard import cut
+from weft.ops.sequence.operation import cut
 from weft.train.corpus import Corpus
 from weft.train.read_ahead import ReadAhead
 

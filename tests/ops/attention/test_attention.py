@@ -17,7 +17,7 @@ from worlds import every, virtual_world
 import weft
 from weft.comm.wire import Pending
 from weft.ops.attention import attention, plan
-from weft.ops.attention.methods import METHODS
+from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence.layout import LAYOUTS
 from weft.world.virtual import VirtualWire
 
@@ -192,7 +192,7 @@ def test_every_composition_of_six_heads(layout: str) -> None:
     ("causal", "window"), [(True, (40, 0)), (False, (30, 50)), (False, (0, 200)), (True, (300, -1))]
 )
 def test_windows_over_many_tiles(method: str, causal: bool, window: tuple[int, int]) -> None:
-    """Long enough that queries are cut into tiles, with full, banded and blind parts."""
+    """Long enough that queries are cut into tiles, with full, banded and fully masked parts."""
     lengths = (300, 211)
     case = Case(sum(lengths), 2, 2, 1, causal, window)
     for layout in LAYOUTS:

@@ -13,8 +13,7 @@ import weft
 from weft.ops.attention import attention
 from weft.ops.attention.distributed import Attention
 from weft.ops.attention.kv_exchange import KVExchange
-from weft.ops.attention.options import Options
-from weft.ops.attention.plan import plan_attention
+from weft.ops.attention.plan import Options, plan_attention
 from weft.ops.sequence.layout import LAYOUTS, lay_out
 
 HEADS, DIM, TOKENS = 4, 8, 16
@@ -198,7 +197,7 @@ def test_a_ring_runs_under_the_computation() -> None:
 
 def test_buffers_are_pooled() -> None:
     """However many steps there are, keys and gradients travel through the same few pieces of memory."""
-    rooms: dict[tuple[int, ...], list[int]] = {}
+    buffers: dict[tuple[int, ...], list[int]] = {}
 
     def program(axis: weft.Axis, strides: tuple[int, ...]) -> None:
         q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
@@ -206,19 +205,19 @@ def test_buffers_are_pooled() -> None:
             q, k, v, causal=False, method="gather", strides=strides, backward_strides=strides, group=axis
         ).sum().backward()
 
-    original = KVExchange.room
+    original = KVExchange.buffer
     try:
         for strides in ((2, 2), (2, 1, 1), (1, 1, 2), (1, 2, 1)):
-            sizes = rooms.setdefault(strides, [])
+            sizes = buffers.setdefault(strides, [])
 
-            def room(self: KVExchange, tokens: int, heads: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            def buffer(self: KVExchange, tokens: int, heads: int, dtype: torch.dtype | None = None) -> torch.Tensor:
                 sizes.append(tokens * heads)  # noqa: B023
                 return original(self, tokens, heads, dtype)
 
-            KVExchange.room = room
+            KVExchange.buffer = buffer
             weft.world.VirtualWorld(2).run(lambda axis: program(axis, strides))  # noqa: B023
     finally:
-        KVExchange.room = original
-    assert len({tuple(sizes) for sizes in rooms.values()}) == 1
-    # forward: two in, two out; backward: the same, two sums of gradients and one inbox; on either rank
-    assert len(rooms[2, 2]) == 2 * (4 + 4 + 3) and set(rooms[2, 2]) == {TOKENS * 2}
+        KVExchange.buffer = original
+    assert len({tuple(sizes) for sizes in buffers.values()}) == 1
+    # forward: two in, two out; backward: the same, two sums of gradients and one to receive; on either rank
+    assert len(buffers[2, 2]) == 2 * (4 + 4 + 3) and set(buffers[2, 2]) == {TOKENS * 2}

@@ -1,4 +1,4 @@
-"""Wrong arguments are told in words, on every rank; and the small parts: strides, blocks, the choice of a method."""
+"""Wrong arguments are explained on every rank; and the small parts: strides, blocks, the choice of a method."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from test_attention_reference import distance
 
 import weft
 from weft.ops.attention import attention, head_strides
-from weft.ops.attention.block import attend_block, attend_block_backward, attend_plainly, attend_plainly_backward
-from weft.ops.attention.merge import merge_into
-from weft.ops.attention.methods import choose_method
+from weft.ops.attention.blockwise import (
+    attend_block,
+    attend_block_backward,
+    attend_plainly,
+    attend_plainly_backward,
+    merge_into,
+)
+from weft.ops.attention.distributed import choose_method
+from weft.ops.attention.gather import choose_strides
 from weft.ops.attention.plan import UNLIMITED, Block, plan_attention
-from weft.ops.attention.strides import choose_strides
 
 Q = torch.randn(1, 6, 6, 4)
 
@@ -189,7 +194,7 @@ BLOCKS = {
     "full": Block(0, 7, "full", 0, UNLIMITED, UNLIMITED),
     "causal": Block(0, 5, "causal", 0, UNLIMITED, 0),
     "band": Block(0, 7, "band", -4, 3, 0),
-    "band with blind rows": Block(0, 7, "band", 3, 1, 2),
+    "band with fully masked rows": Block(0, 7, "band", 3, 1, 2),
 }
 
 
@@ -200,7 +205,7 @@ def test_blocks_with_and_without_the_kernel(name: str) -> None:
     q, grad, out = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
     k, v = (torch.randn(2, 2, block.length, 8, dtype=torch.float64) for _ in range(2))
     both = [attend(q, k, v, block, 0.3) for attend in (attend_block, attend_plainly)]
-    assert ("blind" in name) == bool(both[0][1].isinf().any())
+    assert ("fully masked" in name) == bool(both[0][1].isinf().any())
     assert torch.equal(both[0][1].isinf(), both[1][1].isinf())
     for got, wanted in zip(*both, strict=True):
         assert distance(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0)) < 1e-12

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import weft
 from weft.ops.attention import attention
-from weft.ops.attention.methods import METHODS
+from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence.layout import LAYOUTS
 from weft.world.launch import ProcessWorld
 

@@ -136,6 +136,6 @@ def test_the_docs_tell_what_each_phase_launches_moves_and_computes() -> None:
             [sum(getattr(one, key) for one in found[phase]) / (8192 * 16) for found in (scalar, vector)]
             for key in ("size", "flops")
         )
-        told = f"{sizes[0]:,.0f} ({sizes[1]:,.0f}) | {flops[0] / 1e3:.0f} ({flops[1] / 1e3:.0f}) |"
-        row = next(line for line in page.splitlines() if told in line)
+        figures = f"{sizes[0]:,.0f} ({sizes[1]:,.0f}) | {flops[0] / 1e3:.0f} ({flops[1] / 1e3:.0f}) |"
+        row = next(line for line in page.splitlines() if figures in line)
         assert all(f"`{name}`" in row for name in names)

@@ -13,7 +13,7 @@ from worlds import virtual_world
 import weft
 from weft.ops.sequence.layout import LAYOUTS, lay_out
 
-# After (6, 6, 6) rank 1 cannot know by its own length that its tokens have moved: its guess is wrong.
+# After (6, 6, 6) rank 1 cannot know by its own length that its tokens have moved: its prediction is wrong.
 SPLITS = ((6, 6, 6), (2, 15, 1), (6, 6, 6), (8, 6, 4), (0, 0, 18), (5, 7, 6))
 
 
@@ -49,7 +49,7 @@ def test_layers_give_the_same_with_and_without_it_for_any_split_at_any_time(
                 if given:
                     options = {"sequence": weft.sequence(len(at), **options)}
                     assert options["sequence"].lengths == lengths and options["sequence"].total == 18
-                for name in order:  # the first one guesses, the second knows from the first
+                for name in order:  # the first one predicts, the second knows from the first
                     if name == "attention":
                         got = weft.attention(q, q, q, causal=True, method="gather", **options)
                     else:
@@ -70,8 +70,8 @@ def test_one_exchange_for_each_batch_and_none_in_the_layers() -> None:
             weft.attention(q, q, q, causal=True, sequence=sequence).sum().backward()
             weft.linear_attention(q, q, q, sequence=sequence)[0].sum().backward()
             weft.unshard(q.detach(), 1, sequence=sequence)
-        told = [event for event in layers.events if event.operation.endswith(".metadata")]
-        return len(making.events), making.bytes_sent, len(told)
+        gathered = [event for event in layers.events if event.operation.endswith(".metadata")]
+        return len(making.events), making.bytes_sent, len(gathered)
 
     assert virtual_world(3).run(program).results == [(1, 2 * 24, 0)] * 3
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.bench.linear_attention.baselines import fla
 from weft.bench.report import Column, Layout, Report
 from weft.comm import Axis
 from weft.comm.wire import SoloWire
@@ -68,22 +67,12 @@ def cases(decay: str, device: str) -> dict[str, Callable[[], Any]]:
         return step(lambda: linear_attention(q, k, v, g, backend=backend, group=alone)[0], inputs)
 
     found = {f"weft {backend}": weft_by(backend) for backend in ("triton", "torch")}
-    if (theirs := _fla(decay)) is not None:
+    module, name, word = FLA[decay]
+    if (theirs := fla(module, name)) is not None:
         # Their constant decay has no gradient.
         wanted = inputs[:3] if decay == "constant" else inputs
-        found["fla"] = step(lambda: theirs(q, k, v, g)[0], wanted)
+        found["fla"] = step(lambda: theirs(q, k, v, **{word: g})[0], wanted)
     return found
-
-
-def _fla(decay: str) -> Callable[..., Any] | None:
-    module, name, word = FLA[decay]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            operation = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        return None
-    return lambda q, k, v, g: operation(q, k, v, **{word: g})
 
 
 def _measure(cases: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:

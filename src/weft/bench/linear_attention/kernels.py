@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.bench.linear_attention import kernel_phases
 from weft.bench.report import Column, Layout, Report
 from weft.world.machine import PRESETS, Machine
 
@@ -28,6 +27,17 @@ COLUMNS = (
     Column("intensity", "FLOP/byte", "{:.1f}"),
     Column("percent_of_peak", "% of peak", "{:.0f}"),
     Column("percent_of_roof", "% of roof", "{:.0f}"),
+)
+PHASE_COLUMNS = (
+    Column("decay", "decay", "{}"),
+    Column("shape", "K=V, chunk, dtype", "{}"),
+    Column("phase", "phase", "{}"),
+    Column("launches", "launches", "{:d}"),
+    Column("bytes", "bytes", "{:,.0f}"),
+    Column("least_bytes", "least", "{:,.0f}"),
+    Column("least_with_states", "with states", "{:,.0f}"),
+    Column("kiloflops", "kFLOP", "{:,.0f}"),
+    Column("least_kiloflops", "least", "{:,.0f}"),
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DECAYS = ("none", "constant", "scalar", "vector")
@@ -67,7 +77,7 @@ def layouts(tokens: int, heads: int) -> dict[str, Layout]:
     """The tables of this command."""
     return {
         "kernels": Layout(f"kernels of linear attention, two stages, B1 T{tokens} H{heads}", COLUMNS),
-        "phases": Layout(f"phases, for one token and head of B1 T{tokens} H{heads}", kernel_phases.COLUMNS),
+        "phases": Layout(f"phases, for one token and head of B1 T{tokens} H{heads}", PHASE_COLUMNS),
     }
 
 
@@ -97,7 +107,7 @@ def run(report: Report, todo: Sequence[Shape], capabilities: Sequence[int]) -> l
     for capability in capabilities:
         if capability not in GPUS:
             raise ValueError(f"compute capability {capability} is not one of {', '.join(map(str, GPUS))}")
-    kernel_phases.run(report, [(shape, describe_shape(shape)) for shape in todo])
+    count_phases(report, todo)
     faults = []
     counted = [(shape, one) for shape in todo for one in launches(shape)]
     with report.progress(len(counted) * len(capabilities), "compiling") as advance:
@@ -146,4 +156,47 @@ def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) ->
         "intensity": one.flops / one.size,
         "percent_of_peak": 100 * min(1.0, one.flops / one.size * machine.memory_bandwidth / machine.flops),
         "percent_of_roof": 100 * programs / (-(-programs // at_once) * at_once),
+    }
+
+
+def count_phases(report: Report, todo: Sequence[Shape]) -> None:
+    """Count the phases of every shape, and their sums forward and backward. Nothing is compiled for it."""
+    from weft.ops.linear_attention.fused.ahead import phases
+
+    for shape in todo:
+        rows: dict[str, dict[str, Any]] = {}
+        for phase, launches in phases(shape).items():
+            way = phase.split(".")[0]
+            total = rows.setdefault(f"{way}, all", {"launches": 0, "bytes": 0.0, "kiloflops": 0.0, **least(shape, way)})
+            share = shape.tokens * shape.heads
+            rows[phase] = {
+                "launches": len(launches),
+                "bytes": sum(one.size for one in launches) / share,
+                "kiloflops": sum(one.flops for one in launches) / share / 1e3,
+            }
+            for key, value in rows[phase].items():
+                total[key] += value
+        for phase, row in rows.items():
+            report.add("phases", {"decay": shape.gate, "shape": describe_shape(shape), "phase": phase, **row})
+
+
+def least(shape: Shape, way: str) -> dict[str, float]:
+    """The least that a ``way`` ("forward", "backward") must move and compute for one token and head.
+
+    Bytes: inputs read once and results written once; with states also one in fp32 written and read at each chunk.
+    FLOPs: the products of the chunked form, each once, of token pairs the causal half.
+    """
+    keys, values, state = shape.keys, shape.values, shape.keys * shape.values
+    item, gate_item = shape.dtype.itemsize, shape.gate_dtype.itemsize
+    gates = {"none": 0, "constant": 0, "scalar": 1, "vector": keys}[shape.gate]
+    if way == "forward":  # q, k, v, g -> o; scores and o, states and what they give to o
+        size = item * (2 * keys + 2 * values) + gate_item * gates
+        flops = shape.chunk * (keys + values) + 2 * 2 * state
+    else:  # q, k, v, g, do -> dq, dk, dv, dg; scores, their gradient, dq, dk, dv; dstates, and states to dq, dk, dv
+        size = item * (4 * keys + 3 * values) + 2 * gate_item * gates
+        flops = shape.chunk * (3 * keys + 2 * values) + 4 * 2 * state
+    return {
+        "least_bytes": size,
+        "least_with_states": size + 2 * 4 * state / shape.chunk,
+        "least_kiloflops": flops / 1e3,
     }

@@ -24,7 +24,7 @@ from weft.bench.world import RankPool
 from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.ops.attention import attention
-from weft.ops.attention.methods import METHODS as ATTENTION_METHODS
+from weft.ops.attention.distributed import METHODS as ATTENTION_METHODS
 from weft.ops.linear_attention import linear_attention
 from weft.ops.scan import METHODS, exclusive_scan
 from weft.ops.sequence import LAYOUTS
@@ -98,9 +98,9 @@ def run(pool: RankPool, report: Report, machine: Machine, repeats: int, tokens: 
     cases = scans() | layers(tokens)
     with report.progress(len(cases), "network") as advance:
         for name, program in cases.items():
-            together = _median(pool.run(sample_case, name, tokens, repeats, False))
+            measured = _median(pool.run(sample_case, name, tokens, repeats, False))
             local = _median(pool.run(sample_case, name, tokens, repeats, True)) if name not in scans() else 0.0
-            row: dict[str, Any] = {"case": name, "milliseconds": together * 1e3, "local": local * 1e3 or None}
+            row: dict[str, Any] = {"case": name, "milliseconds": measured * 1e3, "local": local * 1e3 or None}
             here = machine
             if local:
                 counting = replace(machine, flops=1.0, latency=0.0, bandwidth=math.inf)
@@ -129,8 +129,8 @@ def sample_case(axis: Axis, name: str, tokens: int, repeats: int, alone: bool) -
     here = Axis.over(SoloWire()) if alone else axis
     seconds = []
     for _ in range(repeats + 1):
-        told = axis.begin("start", metadata=(time.monotonic_ns(),)).metadata.wait()
-        start = max(clock for (clock,) in told) + START
+        clocks = axis.begin("start", metadata=(time.monotonic_ns(),)).metadata.wait()
+        start = max(clock for (clock,) in clocks) + START
         time.sleep(max(0.0, (start - time.monotonic_ns()) / 1e9))
         program(here, "cpu")
         seconds.append((time.monotonic_ns() - start) / 1e9)

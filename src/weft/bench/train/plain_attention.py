@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.bench.attention.context_parallel import Baseline, options_for, strided
-from weft.bench.linear_attention.lasp import CHUNK
+from weft.bench.attention.baselines import Baseline, options_for, strided
+from weft.bench.linear_attention.baselines import CHUNK
 from weft.comm import Axis, Call
-from weft.ops.linear_attention.backend import BACKWARD, FORWARD
+from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
 from weft.ops.scan import Affine, Form
 from weft.ops.scan.gather import fold
 from weft.ops.sequence import Sequence

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.ops.sequence.layout import lay_out, shard_lengths
-from weft.ops.sequence.sequence import Bounds
+from weft.ops.sequence.layout import Bounds, lay_out, shard_lengths
 
 KEY = "weft"  # where a shard of a batch carries what it must know about the whole
 IGNORED = -100  # the label of a token that is nobody's target

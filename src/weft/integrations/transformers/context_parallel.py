@@ -13,7 +13,7 @@ from weft.integrations.transformers.batch import KEY, WholeBatch, shard_batch
 from weft.integrations.transformers.data import DataRankLoader, DataRankSampler, ShardingCollator
 from weft.integrations.transformers.enabled import Enabled, load_transformers, register
 from weft.integrations.transformers.model_faults import find_model_fault
-from weft.ops.attention.methods import METHODS
+from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import find_layout_fault
 

@@ -1,4 +1,11 @@
-"""Forward and backward over blocks of keys, whoever brings them: what gather, ring and a single rank compute."""
+"""Forward and backward over blocks of keys, whoever brings them, and the kernel of one block.
+
+The kernel is the only place that knows ATen's operators. Its shapes are q, out ``[B, h, n, D]``, k, v ``[B, w, m, D]``,
+lse ``[B, h, n]``, with h a multiple of w and any strides. Traps kept in here: the CPU operator dies of an empty q or k,
+reports lse 0 for a row that is fully masked, takes only masks of floats, aligns its causal mask upper left, and reads
+astray where the elements of a vector are not neighbours. Half precision is computed in fp32 on a CPU, where the
+backward in bf16 takes eleven times as long; so results of blocks are not rounded before they are merged.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +16,42 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call
-from weft.ops.attention.block import attend_block, attend_block_backward
+from weft.comm.modes import keep_tensors
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
-from weft.ops.attention.merge import merge_into
-from weft.ops.attention.options import Options
-from weft.ops.attention.plan import AttentionPlan
-from weft.ops.attention.strides import choose_strides
+from weft.ops.attention.plan import AttentionPlan, Block, Options
 
 KVSchedule = Callable[[KVExchange], Iterator[KVBlock]]
 Triple = tuple[Tensor, Tensor, Tensor]
 Saved = tuple[Tensor, ...]  # q, k, v, out, lse, of tokens or of heads
 
+_aten = torch.ops.aten
+HALVES = (torch.bfloat16, torch.float16)
+
 
 @dataclass
-class Started:
+class PartialResult:
     """out and lse ``[B, S, H, D]``, ``[B, S, H]``, at least in fp32, so far.
 
-    ``touched`` says for each query head whether anything was added. ``plan`` is the guess on which the own block of a
-    few heads was computed before the ranks' lengths were known.
+    ``touched`` says for each query head whether anything was added. ``plan`` is the one it is computed by, at first
+    perhaps a prediction.
     """
 
+    plan: AttentionPlan
     out: Tensor
     lse: Tensor
     touched: list[bool]
-    plan: AttentionPlan | None = None
 
     @staticmethod
-    def blank(q: Tensor) -> Started:
+    def empty(plan: AttentionPlan, q: Tensor) -> PartialResult:
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        return Started(out, out.new_full(q.shape[:3], -torch.inf), [False] * q.shape[2])
+        return PartialResult(plan, out, out.new_full(q.shape[:3], -torch.inf), [False] * q.shape[2])
 
-    def add(self, plan: AttentionPlan, rank: int, block: KVBlock, q: Tensor, scale: float) -> None:
+    def add(self, rank: int, block: KVBlock, q: Tensor, scale: float) -> None:
         """Compute and merge one block of keys."""
         heads, out, lse = block.query_heads, self.out, self.lse
         fresh = not any(self.touched[heads])
         self.touched[heads] = [True] * (heads.stop - heads.start)
-        for tile, pieces in plan.blocks(rank, block.spans):
+        for tile, pieces in self.plan.blocks(rank, block.spans):
             rows = slice(tile.start, tile.start + tile.length)
             queries = q[:, rows, heads].transpose(1, 2)
             for number, piece in enumerate(pieces):
@@ -57,58 +64,44 @@ class Started:
                     merge_into(out[:, rows, heads], lse[:, rows, heads], part, part_lse)
 
 
-def begin_by_blocks(options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Started:
-    """The own block of a few heads, on a guessed plan, while the ranks' lengths are on their way."""
-    so_far = Started.blank(q)
-    so_far.plan = plan
-    kv = KVExchange(call, plan, k, v, q.shape[2], (k.shape[2],), q.dtype, local_first=options.local_first)
+def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Add a block to ``out`` ``[B, n, h, D]`` and ``lse`` ``[B, n, h]`` in place: out = sum exp(lse_i - lse) out_i.
+
+    A row that is fully masked enters with lse -inf, on either side or on both.
+    """
+    total = torch.logaddexp(lse, block_lse)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)  # -inf - -inf is no number
+    out.mul_((lse - finite).exp_()[..., None])
+    out.addcmul_(block_out.to(out.dtype), (block_lse - finite).exp_()[..., None])
+    lse.copy_(total)
+
+
+def begin_by_blocks(
+    options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor
+) -> PartialResult:
+    """The own block of a few heads, on a predicted plan, while the ranks' lengths are gathered."""
+    begun = PartialResult.empty(plan, q)
+    kv = KVExchange(call, plan, k, v, q.shape[2], None, local_first=options.local_first)
     for block in kv.own(kv.head_start):
-        so_far.add(plan, call.rank, block, q, options.scale)
-    return so_far
-
-
-def attend_backward(
-    kv: KVExchange, schedule: KVSchedule, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> Tensor:
-    """dq, at least in fp32; dk and dv of the own keys are summed in ``kv``."""
-    dq = torch.zeros_like(q, dtype=lse.dtype)
-    for block in schedule(kv):
-        assert block.grad_keys is not None and block.grad_values is not None
-        heads = block.query_heads
-        for tile, pieces in kv.plan.blocks(kv.rank, block.spans):
-            rows = slice(tile.start, tile.start + tile.length)
-            mine = [x[:, rows, heads].transpose(1, 2) for x in (grad, q, out, lse)]
-            for piece in pieces:
-                cut = slice(piece.at, piece.at + piece.length)
-                keys, values = block.keys[:, :, cut], block.values[:, :, cut]
-                dq_part, dk, dv = attend_block_backward(mine[0], mine[1], keys, values, mine[2], mine[3], piece, scale)
-                dq[:, rows, heads].add_(dq_part.transpose(1, 2))
-                block.grad_keys[:, :, cut].add_(dk)
-                block.grad_values[:, :, cut].add_(dv)
-    return dq
+        begun.add(call.rank, block, q, options.scale)
+    return begun
 
 
 def forward_by_blocks(
-    schedule: KVSchedule,
-    options: Options,
-    call: Call,
-    plan: AttentionPlan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    started: Started | None,
-) -> tuple[Tensor, Tensor, Saved]:
+    schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor,
+    begun: PartialResult | None,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """out in the input's dtype, lse, and what the backward wants."""
-    right = started is not None and started.plan is not None and started.plan.lengths == plan.lengths
-    so_far = started if started is not None and right else Started.blank(q)
-    strides = options.strides or choose_strides(k.shape[2], call.size)
+    if begun is not None and begun.plan.lengths != plan.lengths:
+        begun = None
+    result = begun or PartialResult.empty(plan, q)
     kv = KVExchange(
-        call, plan, k, v, q.shape[2], strides, grad_dtype=q.dtype, local_first=options.local_first, started=right
-    )  # fmt: skip
+        call, plan, k, v, q.shape[2], options.strides, local_first=options.local_first, started=begun is not None
+    )
     for block in schedule(kv):
-        so_far.add(plan, call.rank, block, q, options.scale)
-    out = so_far.out.to(q.dtype)
-    return out, so_far.lse, (q, k, v, out, so_far.lse)
+        result.add(call.rank, block, q, options.scale)
+    out = result.out.to(q.dtype)
+    return out, result.lse, (q, k, v, out, result.lse)
 
 
 def backward_by_blocks(
@@ -116,9 +109,139 @@ def backward_by_blocks(
 ) -> Triple:
     """dq, dk and dv, at least in fp32."""
     q, k, v, out, lse = saved
-    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    strides = options.backward_strides or choose_strides(k.shape[2], call.size)
-    grad_dtype = options.grad_dtype or lse.dtype
-    kv = KVExchange(call, plan, k, v, q.shape[2], strides, grad_dtype, dk, dv, options.local_first)
-    dq = attend_backward(kv, schedule, grad, q, out, lse, options.scale)
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    kv = KVExchange(
+        call, plan, k, v, q.shape[2], options.backward_strides, dk, dv, options.grad_dtype or lse.dtype,
+        options.local_first,
+    )  # fmt: skip
+    for block in schedule(kv):
+        assert block.grad_keys is not None and block.grad_values is not None
+        heads = block.query_heads
+        for tile, pieces in plan.blocks(call.rank, block.spans):
+            rows = slice(tile.start, tile.start + tile.length)
+            mine = [x[:, rows, heads].transpose(1, 2) for x in (grad, q, out, lse)]
+            for piece in pieces:
+                cut = slice(piece.at, piece.at + piece.length)
+                keys, values = block.keys[:, :, cut], block.values[:, :, cut]
+                dq_part, dk_part, dv_part = attend_block_backward(
+                    mine[0], mine[1], keys, values, mine[2], mine[3], piece, options.scale
+                )
+                dq[:, rows, heads].add_(dq_part.transpose(1, 2))
+                block.grad_keys[:, :, cut].add_(dk_part)
+                block.grad_values[:, :, cut].add_(dv_part)
     return dq, dk, dv
+
+
+# The kernel of one block.
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the queries over the block's keys alone; lse is -inf where a query sees none of them."""
+    assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
+    if q.device.type != "cuda":
+        q, k, v = _prepare(q, k, v)
+        if block.kind != "band":
+            return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.kind == "causal", scale=scale)
+        mask, fully_masked = _mask(q, k, block, q.dtype)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask, scale=scale
+        )  # fmt: skip
+        return out, lse if fully_masked is None else lse.masked_fill(fully_masked, -torch.inf)
+    if q.dtype in HALVES and block.kind != "band":
+        return _flash_cuda(q, k, v, block.kind == "causal", scale)
+    return attend_plainly(q, k, v, block, scale)
+
+
+def attend_block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+) -> Triple:
+    """(dq, dk, dv) of the block's scores. ``out`` and ``lse`` are those over all keys, which makes it exact."""
+    assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
+    if q.device.type != "cuda":
+        grad, q, k, v, out = _prepare(grad, q, k, v, out)
+        mask = _mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
+        )
+    if q.dtype in HALVES and block.kind != "band":
+        return _flash_cuda_backward(grad, q, k, v, out, lse, block.kind == "causal", scale)
+    return attend_plainly_backward(grad, q, k, v, out, lse, block, scale)
+
+
+def _prepare(*tensors: Tensor) -> list[Tensor]:
+    """For the CPU operator: fp32 for half precision, and vectors without gaps."""
+    wide = [tensor.float() if tensor.dtype in HALVES else tensor for tensor in tensors]
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in wide]
+
+
+def _mask(q: Tensor, k: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The additive mask of a causal block or a band, and the rows that it masks fully (None: there are none)."""
+    shift, left, right = (block.shift, block.left, block.right) if block.kind == "band" else (0, q.shape[2], 0)
+    return _band(q.shape[2], k.shape[2], shift, left, right, dtype, q.device)
+
+
+@keep_tensors(maxsize=16)
+def _band(
+    queries: int, keys: int, shift: int, left: int, right: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    ahead = shift + torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    visible = (ahead >= -left) & (ahead <= right)
+    mask = torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+    # Query i sees keys i - left - shift .. i + right - shift, if there are such.
+    masks_rows = right - shift < 0 or queries - 1 - left - shift >= keys
+    return mask, ~visible.any(dim=1) if masks_rows else None
+
+
+# On CUDA, where flash has no kernel (fp32, fp64, bands). Tested on a CPU.
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend_block` with matrix products that hold all scores."""
+    scores = _scores(q, k, block, scale)
+    lse = scores.logsumexp(-1)
+    probabilities = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
+    values = v.to(scores.dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return (probabilities @ values).to(q.dtype), lse
+
+
+def attend_plainly_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+) -> Triple:
+    """`attend_block_backward` with matrix products that hold all scores."""
+    shared = q.shape[1] // k.shape[1]
+    scores = _scores(q, k, block, scale)
+    grad, q, out = (tensor.to(scores.dtype) for tensor in (grad, q, out))
+    keys, values = (tensor.to(scores.dtype).repeat_interleave(shared, 1) for tensor in (k, v))
+    probabilities = (scores - lse[..., None]).exp()
+    grad_scores = probabilities * (grad @ values.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)) * scale
+    dk, dv = grad_scores.transpose(2, 3) @ q, probabilities.transpose(2, 3) @ grad
+    return grad_scores @ keys, dk.unflatten(1, (-1, shared)).sum(2), dv.unflatten(1, (-1, shared)).sum(2)
+
+
+def _scores(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scale * (q.to(wide) @ k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3))
+    return scores if block.kind == "full" else scores + _mask(q, k, block, wide)[0]
+
+
+# UNTESTED: ATen's flash operators for CUDA, which want [B, n, h, D]. There is no GPU where this was written.
+
+
+def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _flash_cuda_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Triple:
+    grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, which there is not
+    dq, dk, dv = _aten._flash_attention_backward(
+        grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0,
+        causal, unused, unused, scale=scale,
+    )  # fmt: skip
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

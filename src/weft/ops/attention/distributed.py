@@ -1,17 +1,78 @@
-"""The distributed operation: one autograd Function, whatever the method."""
+"""The distributed operation: the table of methods, and one autograd Function whatever the method.
+
+A new method is a file with its communication and an entry in the table.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm import Axis, Call
 from weft.comm.function import RankFunction, tie
-from weft.ops.attention.methods import METHODS, resolve_method
-from weft.ops.attention.options import Options
-from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import guess, resolve
+from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, begin_by_blocks, forward_by_blocks
+from weft.ops.attention.gather import gather
+from weft.ops.attention.plan import AttentionPlan, Options, count
+from weft.ops.attention.ring import ring
+from weft.ops.attention.ulysses import backward_by_heads, begin_by_heads, forward_by_heads
+from weft.ops.sequence.layout import Sequence, predict, resolve
+
+UNBALANCED = 1.25  # the slowest rank's share of scores over the mean, from which balance is worth more than bytes
+
+
+@dataclass(frozen=True)
+class Method:
+    """begin: (options, call, plan, q, k, v) -> local work to do while lengths are gathered, on a predicted plan;
+    forward: (.., what begin returned or None) -> (out, lse, saved); backward: (.., saved, grad) -> (dq, dk, dv)."""
+
+    begin: Callable[[Options, Call, AttentionPlan, Tensor, Tensor, Tensor], Any]
+    forward: Callable[
+        [Options, Call, AttentionPlan, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Saved]
+    ]  # fmt: skip
+    backward: Callable[[Options, Call, AttentionPlan, Saved, Tensor], Triple]
+    divides_heads: bool = False  # every rank takes whole heads, so their number must be a multiple of the ranks
+
+
+METHODS: dict[str, Method] = {
+    "gather": Method(begin_by_blocks, partial(forward_by_blocks, gather), partial(backward_by_blocks, gather)),
+    "ring": Method(begin_by_blocks, partial(forward_by_blocks, ring), partial(backward_by_blocks, ring)),
+    "ulysses": Method(begin_by_heads, forward_by_heads, backward_by_heads, divides_heads=True),
+}
+
+
+def resolve_method(options: Options, plan: AttentionPlan) -> str:
+    """The method asked for; for "auto" the one that suits this plan, the same on every rank."""
+    if options.method != "auto":
+        return options.method
+    if options.strides or options.backward_strides or options.backward:
+        return "gather"
+    return choose_method(plan, options.q[1], options.kv_heads, options.dtype, options.grad_dtype)
+
+
+def choose_method(
+    plan: AttentionPlan, heads: int, kv_heads: int, dtype: torch.dtype, grad_dtype: torch.dtype | None
+) -> str:
+    """gather or ulysses: whichever moves fewer bytes in a forward and backward, unless gather is out of balance.
+
+    Both are counted on this very mask and layout, and every rank finds the same.
+    """
+    size = plan.size
+    if size == 1 or heads % size or kv_heads % size:
+        return "gather"
+    pairs = [plan.pairs(rank) for rank in range(size)]
+    if max(pairs) * size > UNBALANCED * sum(pairs):
+        return "ulysses"
+    wide = grad_dtype or torch.promote_types(dtype, torch.float32)
+    travelling = sum(count(plan.visible_to(a, b)) for a in range(size) for b in range(size))
+    gather_bytes = 2 * kv_heads * travelling * (2 * dtype.itemsize + wide.itemsize)
+    tokens = sum(plan.lengths) * (size - 1) / size
+    ulysses_bytes = tokens * dtype.itemsize * (4 * heads + 4 * kv_heads)
+    return "gather" if gather_bytes <= ulysses_bytes else "ulysses"
 
 
 class Attention(RankFunction):
@@ -33,17 +94,17 @@ class Attention(RankFunction):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, sequence: Sequence | None
     ) -> tuple[Tensor, Tensor | None]:
         call = axis.begin("attention", options, metadata=None if sequence else (q.shape[1],))
-        started, begun = None, ""
+        begun, begun_by = None, ""
         if sequence is None:
-            assumed = guess(axis, q.shape[1], options.layout, options.cu_seqlens)
-            if assumed is not None:
-                plan = options.plan(assumed)
-                begun = resolve_method(options, plan)
-                started = METHODS[begun].begin(options, call, plan, q, k, v)
+            predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens)
+            if predicted is not None:
+                plan = options.plan(predicted)
+                begun_by = resolve_method(options, plan)
+                begun = METHODS[begun_by].begin(options, call, plan, q, k, v)
             sequence = resolve("attention", call, axis, options.layout, options.cu_seqlens)
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
-        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, started if method == begun else None)
+        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun if method == begun_by else None)
         ties = () if saved[0] is q else (tie(x) for x in (q, k, v) if x.requires_grad)
         ctx.save_for_backward(*saved, *ties)
         ctx.axis = axis

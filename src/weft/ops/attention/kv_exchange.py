@@ -42,12 +42,12 @@ class KVExchange:
     k: Tensor  # [B, S, Hk, D]
     v: Tensor
     query_heads: int
-    strides: tuple[int, ...]
-    grad_dtype: torch.dtype
+    strides: tuple[int, ...] | None  # None: `gather` chooses
     dk: Tensor | None = None
     dv: Tensor | None = None
-    local_first: bool = True  # False is a yardstick for tests and benchmarks: the first messages are in the open
-    started: bool = False  # the own block of `head_start` was computed while the ranks told their lengths
+    grad_dtype: torch.dtype | None = None  # of gradients on their way
+    local_first: bool = True  # False is a baseline for tests and benchmarks: nothing hides the first messages
+    started: bool = False  # the own block of `head_start` was computed while lengths were gathered
 
     @property
     def rank(self) -> int:
@@ -78,39 +78,42 @@ class KVExchange:
 
     @property
     def head_start(self) -> slice:
-        """The query heads whose own block a forward computes while the ranks tell their lengths: those of one key/value
-        head, of a single one half. The rest hides the first keys. The cut is always the same, and so are the bits."""
+        """The query heads whose own block a forward computes while lengths are gathered: those of one key/value head,
+        of a single one half. The rest hides the first keys. The cut is always the same, and so are the bits."""
         if self.is_backward or not self.local_first:
             return slice(0, 0)
         return slice(0, self.shared if self.kv_heads > 1 else self.shared // 2)
 
-    def own_first(self) -> list[KVBlock]:
-        """The own blocks that come before the others' keys, to hide the first messages.
+    @property
+    def _first(self) -> int:
+        """Query heads whose own block comes before the others' keys, to hide the first messages.
 
         The forward sends nothing at its end, so all come first. The backward's last gradients travel under the second
         half (with a single head: under all of it).
         """
-        heads = 0 if not self.local_first else self.kv_heads // 2 if self.is_backward else self.kv_heads
-        rest = self.own(slice(self.head_start.stop, heads * self.shared))
+        return self.shared * (0 if not self.local_first else self.kv_heads // 2 if self.is_backward else self.kv_heads)
+
+    def own_first(self) -> list[KVBlock]:
+        """The own blocks that come before the others' keys."""
+        rest = self.own(slice(self.head_start.stop, self._first))
         return rest if self.started else self.own(self.head_start) + rest
 
     def own_last(self) -> list[KVBlock]:
         """The own blocks that come after the others' keys."""
-        heads = 0 if not self.local_first else self.kv_heads // 2 if self.is_backward else self.kv_heads
-        return self.own(slice(heads * self.shared, self.query_heads))
+        return self.own(slice(self._first, self.query_heads))
 
-    def room(self, tokens: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
+    def buffer(self, tokens: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for the keys and values of some tokens, flat."""
         return self.k.new_empty(tokens * 2 * self.k.shape[0] * heads * self.k.shape[3], dtype=dtype)
 
-    def shape(self, memory: Tensor, tokens: int, heads: int) -> Tensor:
-        """The beginning of `room` as ``[tokens, 2, B, heads, D]``."""
+    def view(self, memory: Tensor, tokens: int, heads: int) -> Tensor:
+        """The beginning of a `buffer` as ``[tokens, 2, B, heads, D]``."""
         size = (tokens, 2, self.k.shape[0], heads, self.k.shape[3])
         return memory[: tokens * 2 * self.k.shape[0] * heads * self.k.shape[3]].view(size)
 
     def pack(self, memory: Tensor, ranges: Ranges, heads: slice) -> Tensor:
         """Copy the rank's own ranges into ``memory``, one after the other."""
-        packed = self.shape(memory, count(ranges), heads.stop - heads.start)
+        packed = self.view(memory, count(ranges), heads.stop - heads.start)
         at = 0
         for start, length in ranges:
             for index, x in enumerate((self.k, self.v)):
@@ -149,20 +152,20 @@ class GradReturn:
     """Gradients of others' keys on their way to their owners, one batch at a time while the next is computed."""
 
     def __init__(self, kv: KVExchange, tokens: int, own_tokens: int, heads: int) -> None:
-        """Room for ``tokens`` that this rank computes and for ``own_tokens`` that others compute, at most."""
+        """Buffers for ``tokens`` that this rank computes and for ``own_tokens`` that others compute, at most."""
         self._kv = kv
         wide = torch.promote_types(kv.k.dtype, torch.float32)
-        self._sums = [kv.room(tokens, heads, wide) for _ in range(2)]
+        self._sums = [kv.buffer(tokens, heads, wide) for _ in range(2)]
         rounded = kv.grad_dtype != wide
-        self._rounded = kv.room(tokens, heads, kv.grad_dtype) if rounded else None
-        self._inbox = kv.room(own_tokens, heads, kv.grad_dtype)
-        self._flying: tuple[Pending[None], Tensor, list[tuple[int, Ranges]], slice] | None = None
+        self._rounded = kv.buffer(tokens, heads, kv.grad_dtype) if rounded else None
+        self._received = kv.buffer(own_tokens, heads, kv.grad_dtype)
+        self._pending: tuple[Pending[None], Tensor, list[tuple[int, Ranges]], slice] | None = None
         self._turn = 0
 
-    def blank(self, tokens: int, heads: int) -> Tensor:
+    def zeros(self, tokens: int, heads: int) -> Tensor:
         """Zeros to sum the next batch in, ``[tokens, 2, B, heads, D]``; the batch before may still be travelling."""
         self._turn = 1 - self._turn
-        return self._kv.shape(self._sums[self._turn], tokens, heads).zero_()
+        return self._kv.view(self._sums[self._turn], tokens, heads).zero_()
 
     def send(
         self,
@@ -175,26 +178,26 @@ class GradReturn:
         self.flush()
         kv, width = self._kv, heads.stop - heads.start
         if self._rounded is not None:
-            sums = kv.shape(self._rounded, sums.shape[0], width).copy_(sums)
+            sums = kv.view(self._rounded, sums.shape[0], width).copy_(sums)
         outgoing = [(owner, take(sums, ranges, present, at)) for owner, ranges, present, at in owners]
-        inbox = kv.shape(self._inbox, sum(count(ranges) for _, ranges in readers), width)
+        received = kv.view(self._received, sum(count(ranges) for _, ranges in readers), width)
         incoming, at = [], 0
         for reader, ranges in readers:
-            incoming.append((reader, inbox[at : at + count(ranges)]))
+            incoming.append((reader, received[at : at + count(ranges)]))
             at += count(ranges)
-        self._flying = kv.call.exchange(outgoing, incoming), inbox, list(readers), heads
+        self._pending = kv.call.exchange(outgoing, incoming), received, list(readers), heads
 
     def flush(self) -> None:
         """Wait for the batch under way and add it to the own gradients, reader by reader."""
-        if self._flying is None:
+        if self._pending is None:
             return
-        pending, inbox, readers, heads = self._flying
+        pending, received, readers, heads = self._pending
         pending.wait()
-        self._flying = None
+        self._pending = None
         at = 0
         for _, ranges in readers:
             for start, length in ranges:
                 for index, total in enumerate((self._kv.dk, self._kv.dv)):
                     assert total is not None
-                    total[:, start : start + length, heads].add_(inbox[at : at + length, index].movedim(0, 1))
+                    total[:, start : start + length, heads].add_(received[at : at + length, index].movedim(0, 1))
                 at += length

@@ -13,65 +13,34 @@ from weft.comm.arguments import (
     find_flag_fault,
     find_integer_fault,
     find_number_fault,
-    find_tensor_fault,
-    read,
     show,
     the_choice,
 )
 from weft.comm.eager import eager
-from weft.ops.attention.distributed import Attention
-from weft.ops.attention.methods import METHODS
-from weft.ops.attention.options import Options
-from weft.ops.attention.strides import find_strides_fault
-from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import axis_of, read_sequence
-from weft.ops.sequence.tokens import DTYPES, find_token_fault, local_length
-
-_KINDS = "a tensor of fp32, fp64, bf16 or fp16"
+from weft.ops.attention.distributed import METHODS, Attention
+from weft.ops.attention.gather import find_strides_fault
+from weft.ops.attention.plan import Options
+from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | None = ...,
-    scale: float | None = ...,
-    window: tuple[int, int] | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    layout: str | None = ...,
-    method: str = ...,
-    strides: tuple[int, ...] | None = ...,
-    backward_strides: tuple[int, ...] | None = ...,
-    backward: str | None = ...,
-    grad_dtype: torch.dtype | None = ...,
-    return_lse: Literal[False] = ...,
-    sequence: Sequence | None = ...,
-    group: Any = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
+    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
+    strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
+    grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
+    sequence: Sequence | None = ..., group: Any = ...,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | None = ...,
-    scale: float | None = ...,
-    window: tuple[int, int] | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    layout: str | None = ...,
-    method: str = ...,
-    strides: tuple[int, ...] | None = ...,
-    backward_strides: tuple[int, ...] | None = ...,
-    backward: str | None = ...,
-    grad_dtype: torch.dtype | None = ...,
-    return_lse: Literal[True],
-    sequence: Sequence | None = ...,
-    group: Any = ...,
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
+    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
+    strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
+    grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
+    sequence: Sequence | None = ..., group: Any = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @eager
@@ -109,8 +78,7 @@ def attention(
     A query at position p of the sequence sees keys p - left .. p + right of its document, with ``window`` = (left,
     right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out) or "zigzag" (see
     `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5. ``sequence`` (see `weft.sequence`) is given
-    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which the ranks tell their
-    lengths.
+    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
 
     What crosses ranks, by ``method``:
 
@@ -129,76 +97,44 @@ def attention(
     >>> attention(q, kv, kv, causal=True).shape
     torch.Size([1, 10, 4, 8])
     """
-    axis = axis_of("attention", group, sequence)
-    options = read(
-        "attention", axis.rank, lambda: _read_options(
-            axis, q, k, v, causal, scale, window, cu_seqlens, layout, method, strides, backward_strides, backward,
-            grad_dtype, return_lse, sequence, group,
+
+    def read_options(axis: Axis) -> Options | Exception:
+        """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
+        name, rank, kinds = "attention", axis.rank, "a tensor of fp32, fp64, bf16 or fp16"
+        where = read_tokens(name, rank, q, k, v, "S", kinds, layout, cu_seqlens, group, sequence)
+        if isinstance(where, Exception):
+            return where
+        fault = (
+            _find_shape_fault(rank, q, k, v)
+            or _find_causal_fault(rank, causal)
+            or (None if scale is None else find_number_fault(name, "scale", scale, rank))
+            or _find_window_fault(rank, window)
+            or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
+            or find_flag_fault(name, "return_lse", return_lse, rank)
         )
-    )  # fmt: skip
-    if isinstance(options, Exception):
-        axis.refuse("attention", options, metadata=None if isinstance(sequence, Sequence) else 1)
+        return fault or Options(
+            q=(q.shape[0], *q.shape[2:]),
+            kv_heads=k.shape[2],
+            dtype=q.dtype,
+            device=q.device.type,
+            causal=bool(causal),
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
+            cu_seqlens=where[1],
+            layout=where[0],
+            lengths=None if sequence is None else sequence.lengths,
+            method=the_choice(method, ("auto", *METHODS)),
+            strides=None if strides is None else tuple(int(stride) for stride in strides),
+            backward_strides=None if backward_strides is None else tuple(int(stride) for stride in backward_strides),
+            backward=None if backward is None else "ring",
+            grad_dtype=grad_dtype,
+            return_lse=return_lse,
+            gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
+        )
+
+    axis, options = read_on_axis("attention", group, sequence, read_options)
     out, lse = Attention.apply(q, k, v, options, axis, sequence)
     return (out, lse) if return_lse else out
-
-
-def _read_options(
-    axis: Axis,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool | None,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    cu_seqlens: Any,
-    layout: str | None,
-    method: str,
-    strides: tuple[int, ...] | None,
-    backward_strides: tuple[int, ...] | None,
-    backward: str | None,
-    grad_dtype: torch.dtype | None,
-    return_lse: bool,
-    sequence: Sequence | None,
-    group: Any,
-) -> Options | Exception:
-    """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
-    name, rank = "attention", axis.rank
-    if fault := find_tensor_fault(name, "q", q, rank, DTYPES, _KINDS):
-        return fault
-    where = read_sequence(name, rank, local_length(q), layout, cu_seqlens, group, sequence)
-    if isinstance(where, Exception):
-        return where
-    layout, bounds = where
-    fault = (
-        find_token_fault(name, rank, bounds, "S", _KINDS, q=q, k=k, v=v)
-        or _find_shape_fault(rank, q, k, v)
-        or _find_causal_fault(rank, causal)
-        or (None if scale is None else find_number_fault(name, "scale", scale, rank))
-        or _find_window_fault(rank, window)
-        or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
-        or find_flag_fault(name, "return_lse", return_lse, rank)
-    )
-    if fault is not None:
-        return fault
-    return Options(
-        q=(q.shape[0], *q.shape[2:]),
-        kv_heads=k.shape[2],
-        dtype=q.dtype,
-        device=q.device.type,
-        causal=bool(causal),
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
-        cu_seqlens=bounds,
-        layout=layout,
-        lengths=None if sequence is None else sequence.lengths,
-        method=the_choice(method, ("auto", *METHODS)),
-        strides=None if strides is None else tuple(int(stride) for stride in strides),
-        backward_strides=None if backward_strides is None else tuple(int(stride) for stride in backward_strides),
-        backward=None if backward is None else "ring",
-        grad_dtype=grad_dtype,
-        return_lse=return_lse,
-        gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
-    )
 
 
 def _find_causal_fault(rank: int, causal: object) -> Exception | None:

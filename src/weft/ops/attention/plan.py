@@ -1,4 +1,4 @@
-"""Who attends to what: documents, windows and layouts become ranges of tokens and blocks of scores.
+"""What was asked for, and who attends to what: documents, windows and layouts become ranges and blocks of scores.
 
 Every rank works this out for all ranks from their lengths alone, so nobody has to ask what to send.
 Tokens of an owner that others need are *ranges* of its local memory: (start, length), sorted, neighbours joined.
@@ -6,12 +6,13 @@ Tokens of an owner that others need are *ranges* of its local memory: (start, le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from weft.ops.sequence.layout import TokenRun, lay_out
-from weft.ops.sequence.sequence import document_at
+import torch
+
+from weft.ops.sequence.layout import Bounds, Sequence, TokenRun, document_at, lay_out
 
 UNLIMITED = 1 << 60  # a window's side that nothing limits
 LARGEST_TILE, SMALLEST_TILE = 512, 64  # queries at a time under a window: their band is what gets computed
@@ -59,13 +60,13 @@ class AttentionPlan:
     """Where the tokens of a sequence lie and which of them see each other; the same on every rank."""
 
     lengths: tuple[int, ...]
-    runs: list[TokenRun]
+    runs: tuple[TokenRun, ...]
     tiles: list[list[QueryTile]]  # by rank
     left: int
     right: int
     _blocks: dict[tuple[int, tuple[KeySpan, ...]], list[tuple[QueryTile, list[Block]]]] = field(default_factory=dict)
-    _visible: dict[tuple[int, int], Ranges] = field(default_factory=dict)
-    _sights: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _ranges: dict[tuple[int, int], Ranges] = field(default_factory=dict)
+    _visible: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -74,17 +75,17 @@ class AttentionPlan:
     def visible_to(self, owner: int, reader: int) -> Ranges:
         """The owner's tokens that the reader's queries see: what travels, and whose gradients come back."""
         key = owner, reader
-        if key not in self._visible:
-            if reader not in self._sights:
-                self._sights[reader] = _join(self._sight(tile) for tile in self.tiles[reader])
+        if key not in self._ranges:
+            if reader not in self._visible:
+                self._visible[reader] = _join(self._visible_keys(tile) for tile in self.tiles[reader])
             found = []
             for run in self._runs_of(owner) if owner != reader else []:
-                for low, high in self._sights[reader]:
+                for low, high in self._visible[reader]:
                     low, high = max(low, run.offset), min(high, run.offset + run.length)
                     if low < high:
                         found.append((run.start + low - run.offset, run.start + high - run.offset))
-            self._visible[key] = tuple((low, high - low) for low, high in _join(found))
-        return self._visible[key]
+            self._ranges[key] = tuple((low, high - low) for low, high in _join(found))
+        return self._ranges[key]
 
     def place(self, owner: int, ranges: Ranges, at: int = 0) -> list[KeySpan]:
         """The owner's ranges, one after the other from ``at`` on, with their places in the whole sequence."""
@@ -119,21 +120,21 @@ class AttentionPlan:
         places = sorted({rank, len(self.runs) - 1 - rank})
         return [self.runs[place] for place in places if self.runs[place].rank == rank]
 
-    def _sight(self, tile: QueryTile) -> tuple[int, int]:
+    def _visible_keys(self, tile: QueryTile) -> tuple[int, int]:
         low, high = tile.document
         return max(low, tile.offset - self.left), min(high, tile.offset + tile.length + self.right)
 
-    def _cut(self, tile: QueryTile, spans: Sequence[KeySpan]) -> list[Block]:
+    def _cut(self, tile: QueryTile, spans: tuple[KeySpan, ...]) -> list[Block]:
         begin, end = tile.offset, tile.offset + tile.length
-        low, high = self._sight(tile)
-        seen_by_all = max(low, end - 1 - self.left), min(high, begin + self.right + 1)
-        if self.right == 0 and seen_by_all[0] == low:
+        low, high = self._visible_keys(tile)
+        all_see = max(low, end - 1 - self.left), min(high, begin + self.right + 1)
+        if self.right == 0 and all_see[0] == low:
             regions = [(low, begin, "full"), (begin, end, "causal")]
-        elif tile.length > 1 and seen_by_all != (low, high) and seen_by_all[1] - seen_by_all[0] < 2 * tile.length:
+        elif tile.length > 1 and all_see != (low, high) and all_see[1] - all_see[0] < 2 * tile.length:
             regions = [(low, high, "band")]  # the part without a mask is too short to pay for a kernel of its own
         else:
             regions = [
-                (low, seen_by_all[0], "band"), (*seen_by_all, "full"), (seen_by_all[1], high, "band")
+                (low, all_see[0], "band"), (*all_see, "full"), (all_see[1], high, "band")
             ]  # fmt: skip
         blocks: list[Block] = []
         for first, last, kind in regions:
@@ -219,3 +220,31 @@ def _tile(document: int, left: int, right: int) -> int:
     if left >= document - 1 and (right == 0 or right >= document - 1):
         return document
     return min(max(min(left, document) + min(right, document), SMALLEST_TILE), LARGEST_TILE)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for: all that the ranks must have in common, everything but their lengths."""
+
+    q: tuple[int, ...]
+    kv_heads: int
+    dtype: torch.dtype
+    device: str  # its type
+    causal: bool
+    scale: float
+    window: tuple[int, int]
+    cu_seqlens: Bounds | None
+    layout: str
+    lengths: tuple[int, ...] | None  # of a sequence that was made before
+    method: str
+    strides: tuple[int, ...] | None
+    backward_strides: tuple[int, ...] | None
+    backward: str | None
+    grad_dtype: torch.dtype | None
+    return_lse: bool
+    gradients: tuple[bool, ...]
+    local_first: bool = True  # see `KVExchange`
+
+    def plan(self, sequence: Sequence) -> AttentionPlan:
+        """Who attends to what, worked out by everybody alone."""
+        return plan_attention(sequence.lengths, sequence.layout, sequence.bounds, self.causal, self.window)

@@ -27,39 +27,39 @@ def ring(kv: KVExchange) -> Iterator[KVBlock]:
 
     arriving = [carried((rank - hop) % size, rank) for hop in range(1, size)]
     largest = max(map(count, arriving), default=0)
-    boxes = [kv.room(largest, kv.kv_heads) for _ in range(min(2, size - 1))]
+    buffers = [kv.buffer(largest, kv.kv_heads) for _ in range(min(2, size - 1))]
 
-    def inbox(hop: int) -> Expected:
+    def expect(hop: int) -> Expected:
         """Say what hop ``hop`` will bring, as soon as its memory is free."""
         tokens = count(arriving[hop - 1])
-        return kv.call.expect([(before, kv.shape(boxes[hop % len(boxes)], tokens, kv.kv_heads))])
+        return kv.call.expect([(before, kv.view(buffers[hop % len(buffers)], tokens, kv.kv_heads))])
 
-    coming = {hop: inbox(hop) for hop in range(1, min(3, size))}
+    expected = {hop: expect(hop) for hop in range(1, min(3, size))}
     present = carried(rank, after)
-    current = kv.pack(kv.room(count(present), kv.kv_heads), present, heads)
+    current = kv.pack(kv.buffer(count(present), kv.kv_heads), present, heads)
     readers = [plan.visible_to(rank, (rank + hop) % size) for hop in range(1, size)]
     grads = None
     if kv.is_backward:
         grads = GradReturn(kv, largest, max(map(count, readers), default=0), kv.kv_heads)
 
-    flying = kv.call.exchange([(after, current)], coming.pop(1)) if size > 1 else None
+    pending = kv.call.exchange([(after, current)], expected.pop(1)) if size > 1 else None
     yield from kv.own_first()
     for hop in range(1, size):
-        assert flying is not None
-        flying.wait()
+        assert pending is not None
+        pending.wait()
         owner, present = (rank - hop) % size, arriving[hop - 1]
-        current = kv.shape(boxes[hop % len(boxes)], count(present), kv.kv_heads)
+        current = kv.view(buffers[hop % len(buffers)], count(present), kv.kv_heads)
         sent = None
         if hop + 1 < size:
-            if hop + 1 not in coming:
-                coming[hop + 1] = inbox(hop + 1)
-            sent = kv.call.exchange([(after, take(current, carried(owner, after), present))], coming.pop(hop + 1))
-        sums = None if grads is None else grads.blank(count(present), kv.kv_heads)
+            if hop + 1 not in expected:
+                expected[hop + 1] = expect(hop + 1)
+            sent = kv.call.exchange([(after, take(current, carried(owner, after), present))], expected.pop(hop + 1))
+        sums = None if grads is None else grads.zeros(count(present), kv.kv_heads)
         yield kv.block(current, plan.place(owner, present), heads, sums)
         if grads is not None and sums is not None:
             owners = [(owner, plan.visible_to(owner, rank), present, 0)]
             grads.send(sums, owners, [((rank + hop) % size, readers[hop - 1])], heads)
-        flying = sent
+        pending = sent
     yield from kv.own_last()
     if grads is not None:
         grads.flush()

@@ -15,27 +15,20 @@ from torch import Tensor
 from weft.comm import Axis, Call, Pending
 from weft.comm.wire import SoloWire
 from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, forward_by_blocks
+from weft.ops.attention.gather import choose_strides
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
-from weft.ops.attention.options import Options
-from weft.ops.attention.plan import AttentionPlan, plan_attention
-from weft.ops.attention.strides import choose_strides
+from weft.ops.attention.plan import AttentionPlan, Options, plan_attention
 
 AHEAD = 2  # parts on their way before the first is computed
 
 
 def begin_by_heads(options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Pack the first parts, while lengths are on their way: packing needs only the own one."""
+    """Pack the first parts, while lengths are gathered: packing needs only the own one."""
     return [_pack(call.size, [q, k, v], part, k.shape[2]) for part in _parts(k.shape[2], call.size)[:AHEAD]]
 
 
 def forward_by_heads(
-    options: Options,
-    call: Call,
-    plan: AttentionPlan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: list[Tensor] | None,
+    options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, packed: list[Tensor] | None
 ) -> tuple[Tensor, Tensor, Saved]:
     """q, k and v become whole sequences of some heads; out (and lse, if asked for) goes back."""
     alone, whole = _alone(options, plan)

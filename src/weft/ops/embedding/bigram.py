@@ -13,8 +13,7 @@ from weft.comm import Axis
 from weft.comm.arguments import find_integer_fault, find_tensor_fault, read, show
 from weft.ops.embedding.sharded import ShardedEmbedding
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.layout import run_lengths
-from weft.ops.sequence.sequence import Bounds, axis_of, read_bounds, read_sequence, resolve
+from weft.ops.sequence.layout import Bounds, axis_of, lay_out, read_bounds, read_sequence, resolve, run_lengths
 
 
 class BigramHashEmbedding(ShardedEmbedding):
@@ -148,7 +147,7 @@ class BigramHashEmbedding(ShardedEmbedding):
     ) -> Tensor:
         """The hash of this rank's slice: the last token of every run is told to all."""
         operation = "BigramHashEmbedding"
-        axis = axis_of(operation, context_group, given)
+        axis = axis_of(context_group, given)
         found = read(
             operation, axis.rank, lambda: _read_sharded(tokens, rows, cu_seqlens, layout, context_group, given, axis)
         )
@@ -170,7 +169,7 @@ class BigramHashEmbedding(ShardedEmbedding):
         starts = {0, *(bounds or ())}
         seen: dict[int, int] = {}
         previous: list[int] | None = None
-        for run in where.runs:
+        for run in lay_out(where.lengths, where.layout):
             number = seen[run.rank] = seen.get(run.rank, -1) + 1
             if not run.length:
                 continue

@@ -52,14 +52,7 @@ class ChunkForward:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        scale: float,
-        lengths: list[int],
-        chunk_size: int,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int
     ) -> None:
         self._dtype = v.dtype
         self._grid = Grid(q, v, lengths, chunk_size)
@@ -104,17 +97,9 @@ class ChunkBackward:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        scale: float,
-        lengths: list[int],
-        chunk_size: int,
-        entering: Tensor | None,
-        do: Tensor,
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int,
+        entering: Tensor | None, do: Tensor,
+    ) -> None:  # fmt: skip
         self._dtypes = q.dtype, k.dtype, v.dtype
         self._grid = grid = Grid(q, v, lengths, chunk_size)
         self._gate = gate = _gate(grid, q, k, g, scale)

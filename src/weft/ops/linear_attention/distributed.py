@@ -9,17 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, Call
+from weft.comm import Axis
 from weft.comm.function import RankFunction
-from weft.ops.linear_attention.backend import BACKWARD, FORWARD
-from weft.ops.linear_attention.chunk import ChunkForward
-from weft.ops.linear_attention.final_state import collect_final_gradients, share_final_states
-from weft.ops.linear_attention.fused.phases import FusedForward
-from weft.ops.linear_attention.segments import SequencePlan, plan_dense, plan_packed
-from weft.ops.linear_attention.state_scan import SegmentMap, StateScan, segment_maps, states_by_run
+from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
+from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward
+from weft.ops.linear_attention.state_scan import (
+    SegmentMap,
+    SequencePlan,
+    StateScan,
+    collect_final_gradients,
+    plan_dense,
+    plan_sequence,
+    segment_maps,
+    share_final_states,
+    states_by_run,
+)
 from weft.ops.scan import Form, choose
-from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import Bounds, guess, resolve
+from weft.ops.sequence.layout import Bounds, Sequence, predict, resolve
+
+# The local kernels: plain torch operations anywhere, Triton's on CUDA.
+FORWARD: dict[str, type[ChunkForward] | type[FusedForward]] = {"torch": ChunkForward, "triton": FusedForward}
+BACKWARD: dict[str, type[ChunkBackward] | type[FusedBackward]] = {"torch": ChunkBackward, "triton": FusedBackward}
 
 
 @dataclass(frozen=True)
@@ -68,17 +78,9 @@ class LinearAttention(RankFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        initial: Tensor | None,
-        options: Options,
-        axis: Axis,
-        sequence: Sequence | None,
-        backend: str,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None, options: Options,
+        axis: Axis, sequence: Sequence | None, backend: str,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         batch, form = q.shape[0], options.form(q.device)
         method = choose(form, axis.size) if options.method == "auto" else options.method
         call = axis.begin("linear_attention", options, metadata=None if sequence else (q.shape[1],))
@@ -91,13 +93,20 @@ class LinearAttention(RankFunction):
             ]
 
         if options.cu_seqlens is None or sequence is not None:
-            plan = plan_dense(axis, options.layout, q.shape[1]) if sequence is None else _plan(sequence)
+            plan = plan_dense(axis, options.layout, q.shape[1]) if sequence is None else plan_sequence(sequence)
             scan = StateScan(call, plan, form, method)
             kernels = work_on(plan)
             if sequence is None:
                 call.metadata.wait()
-        else:
-            plan, kernels = _plan_and_work(call, axis, options, q.shape[1], work_on)
+        else:  # packed, and lengths are still being gathered: begin on a prediction, and again if it was wrong
+            predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens)
+            if predicted is not None:
+                plan = plan_sequence(predicted)
+                kernels = work_on(plan)
+            sequence = resolve("linear_attention", call, axis, options.layout, options.cu_seqlens)
+            if predicted is None or predicted.lengths != sequence.lengths:
+                plan = plan_sequence(sequence)
+                kernels = work_on(plan)
             scan = StateScan(call, plan, form, method)
         maps = segment_maps(plan, kernels, batch)
         start = None if initial is None else initial.detach().to(form.dtype)
@@ -162,27 +171,6 @@ class LinearAttention(RankFunction):
         dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else _join(gates)
         wanted = initial if ctx.needs_input_grad[4] else None
         return dq, dk, dv, dg, _initial_gradient(wanted, maps, [grad[4] for grad in grads]), None, None, None, None
-
-
-def _plan(sequence: Sequence) -> SequencePlan:
-    if sequence.bounds is not None:
-        return plan_packed(sequence)
-    return plan_dense(sequence.axis, sequence.layout, sequence.length)
-
-
-def _plan_and_work(
-    call: Call, axis: Axis, options: Options, length: int, work_on: Any
-) -> tuple[SequencePlan, list[ChunkForward | FusedForward]]:
-    """Packed, and the ranks' lengths are still on their way: begin on a guess, and again if it was wrong."""
-    assumed = guess(axis, length, options.layout, options.cu_seqlens)
-    plan = None if assumed is None else plan_packed(assumed)
-    kernels = None if plan is None else work_on(plan)
-    sequence = resolve("linear_attention", call, axis, options.layout, options.cu_seqlens)
-    if plan is None or assumed is None or assumed.lengths != sequence.lengths:
-        plan = plan_packed(sequence)
-        kernels = work_on(plan)
-    assert kernels is not None
-    return plan, kernels
 
 
 def _initial_gradient(initial: Tensor | None, maps: Items[SegmentMap], grads: Items[Tensor]) -> Tensor | None:

@@ -114,7 +114,7 @@ class ScalarGate(Gate):
 
     def __init__(self, grid: Grid, q: Tensor, k: Tensor, g: Tensor | None, scale: float) -> None:
         self._g = None if g is None else g.detach()
-        # The decay matrix where all chunks share it, [C, C] or [HV, C, C], else room for that of a tile.
+        # The decay matrix where all chunks share it, [C, C] or [HV, C, C], else a buffer for that of a tile.
         self._matrix = torch.ones(grid.chunk, grid.chunk, dtype=grid.dtype, device=q.device).tril()
         self._levels: list[tuple[Tensor, Tensor]] = []
         total = None
@@ -130,8 +130,8 @@ class ScalarGate(Gate):
             else:
                 sizes = [size for size in level_sizes(grid.chunk) if size >= DIRECT]
                 self._levels = [self._middle_decays(size, grid.dtype) for size in sizes]
-                room = max((tile.shape[0] * tile.shape[1] for tile in grid.tiles), default=0) * grid.value_heads
-                self._matrix = self._matrix.repeat(room, 1, 1)
+                count = max((tile.shape[0] * tile.shape[1] for tile in grid.tiles), default=0) * grid.value_heads
+                self._matrix = self._matrix.repeat(count, 1, 1)
                 self._blocks = [level_blocks(self._matrix, size) for size in sizes]
                 size = min(DIRECT, grid.chunk)
                 square = self._matrix.unflatten(1, (-1, size)).unflatten(3, (-1, size))

@@ -42,10 +42,10 @@ class VectorGate(Gate):
 
     def queries(self, tile: Tile) -> Tensor:
         decay = self._decay(tile)
-        return _from_start(self.grid.take("q", self.q, tile).mul_(decay), decay)
+        return _decay_half(self.grid.take("q", self.q, tile).mul_(decay), decay, 1)
 
     def keys(self, tile: Tile) -> Tensor:
-        return _to_end(self.grid.take("k", self.k, tile), self._decay(tile))
+        return _decay_half(self.grid.take("k", self.k, tile), self._decay(tile), 0)
 
     def _scores(self, tile: Tile) -> tuple[Tensor, list[Level], Tensor]:
         """The scores, what they were made of, and the decays exp(g) of the tile."""
@@ -81,7 +81,7 @@ class VectorGate(Gate):
     def inter_backward(self, tile: Tile, v: Tensor, state: Tensor, grad: Tensor, grads: Gradients) -> None:
         grid = self.grid
         decay = self._decay(tile)
-        reach = _to_end(torch.ones_like(decay), decay)
+        reach = _decay_half(torch.ones_like(decay), decay, 0)
         keys = grid.take("k", self.k, tile).mul_(reach)
         dense = grid.buffer("dense_v", *keys.shape[:2], grid.value_dim)
         grid.put(grads.v, torch.bmm(keys, grad, out=dense), tile, add=True)
@@ -122,22 +122,16 @@ def _halves(x: Tensor, size: int) -> Tensor:
     return x.unflatten(1, (-1, 2, size))
 
 
-def _from_start(q: Tensor, decay: Tensor) -> Tensor:
-    """q [n, C, K], already times its own decay, times the decays before it in the chunk; in place."""
-    for size in level_sizes(q.shape[1]):
-        halves = decay.unflatten(1, (-1, 2, 1))
-        _halves(q, size)[:, :, 1].mul_(halves[:, :, 0])
-        decay = halves[:, :, 0, 0] * halves[:, :, 1, 0]
-    return q
+def _decay_half(x: Tensor, decay: Tensor, half: int) -> Tensor:
+    """x [n, C, K] times the decays before it in the chunk (``half`` 1), or after it (``half`` 0); in place.
 
-
-def _to_end(k: Tensor, decay: Tensor) -> Tensor:
-    """k [n, C, K] times the decays after it in the chunk; in place."""
-    for size in level_sizes(k.shape[1]):
+    On every level one half of each block is multiplied by the decay of the other. q has its own decay already.
+    """
+    for size in level_sizes(x.shape[1]):
         halves = decay.unflatten(1, (-1, 2, 1))
-        _halves(k, size)[:, :, 0].mul_(halves[:, :, 1])
+        _halves(x, size)[:, :, half].mul_(halves[:, :, 1 - half])
         decay = halves[:, :, 0, 0] * halves[:, :, 1, 0]
-    return k
+    return x
 
 
 def _levels(q: Tensor, k: Tensor, decay: Tensor) -> list[Level]:

@@ -110,12 +110,12 @@ class Grid:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def empty_tokens(self, heads: int, dim: int) -> Tensor:
-        """Room for a result on the grid, [M, B, heads, C, dim] in the arithmetic's dtype, laid out for `restore`."""
+        """A buffer on the grid, [M, B, heads, C, dim] in the arithmetic's dtype, laid out for `restore`."""
         shape = (self.batch, self.chunks, self.chunk, heads, dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device).permute(1, 0, 3, 2, 4)
 
     def empty_states(self) -> Tensor:
-        """Room for the M + 1 states between the chunks of a batch row, [M+1, B, HV, K, V]."""
+        """A buffer for the M + 1 states between the chunks of a batch row, [M+1, B, HV, K, V]."""
         shape = (self.chunks + 1, self.batch, self.value_heads, self.key_dim, self.value_dim)
         spare = self._memory.spare
         for i, states in enumerate(spare):

@@ -7,23 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm import Axis
 from weft.comm.arguments import (
     find_choice_fault,
     find_flag_fault,
     find_integer_fault,
     find_number_fault,
     find_tensor_fault,
-    read,
     the_choice,
 )
 from weft.comm.eager import eager
 from weft.comm.modes import tensors_are_real
-from weft.ops.linear_attention.backend import CHOICES, choose_backend, find_triton_fault
-from weft.ops.linear_attention.distributed import LinearAttention, Options
+from weft.ops.linear_attention.distributed import FORWARD, LinearAttention, Options
+from weft.ops.linear_attention.fused.tiling import find_triton_fault
 from weft.ops.scan import METHODS
-from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import Bounds, axis_of, read_sequence
-from weft.ops.sequence.tokens import DTYPES, find_token_fault, local_length
+from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, read_on_axis, read_tokens
 
 _KINDS = "a floating tensor"
 CHUNK_SIZE = 64  # what was fastest in `weft bench linear-attention` on a CPU
@@ -68,95 +66,64 @@ def linear_attention(
     begins; gradients of the final state add up over the ranks that use it.
 
     ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given
-    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which the ranks tell their
-    lengths. ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is the local
-    kernels: "torch", "triton" (fused; CUDA, K and V up to 256, no fp64), or "auto": Triton on CUDA where it can.
+    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
+    ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is the local kernels:
+    "torch", "triton" (fused; CUDA, K and V up to 256, no fp64), or "auto": Triton on CUDA where it can.
 
     >>> q = k = v = torch.randn(1, 10, 2, 4)
     >>> o, state = linear_attention(q, k, v, torch.tensor([-0.1, -0.2]), output_final_state=True)
     >>> o.shape, state.shape
     (torch.Size([1, 10, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    axis = axis_of("linear_attention", group, sequence)
-    options = read(
-        "linear_attention", axis.rank, lambda: _read_options(
-            axis.rank, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, layout, method, chunk_size,
-            backend, sequence, group,
+
+    def read_options(axis: Axis) -> Options | Exception:
+        """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
+        name, rank = "linear_attention", axis.rank
+        where = read_tokens(name, rank, q, k, v, "T", _KINDS, layout, cu_seqlens, group, sequence)
+        if isinstance(where, Exception):
+            return where
+        fault = (
+            _find_shape_fault(rank, q, k, v, g, initial_state, where[1])
+            or (None if scale is None else find_number_fault(name, "scale", scale, rank))
+            or find_flag_fault(name, "output_final_state", output_final_state, rank)
+            or _find_method_fault(rank, q, v, g, method, chunk_size, backend)
         )
-    )  # fmt: skip
-    if isinstance(options, Exception):
-        axis.refuse("linear_attention", options, metadata=None if isinstance(sequence, Sequence) else 1)
+        return fault or Options(
+            q=(q.shape[0], *q.shape[2:]),
+            v=(v.shape[0], *v.shape[2:]),
+            g=None if g is None else tuple(g.shape) if g.ndim == 1 else (g.shape[0], *g.shape[2:]),
+            dtype=q.dtype,
+            device=q.device.type,
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            initial_state=None if initial_state is None else tuple(initial_state.shape),
+            output_final_state=output_final_state,
+            cu_seqlens=where[1],
+            layout=where[0],
+            lengths=None if sequence is None else sequence.lengths,
+            method=the_choice(method, ("auto", *METHODS)),
+            chunk_size=CHUNK_SIZE if chunk_size is None else int(chunk_size),
+            gradients=tuple(
+                torch.is_grad_enabled() and t is not None and t.requires_grad for t in (q, k, v, g, initial_state)
+            ),
+        )
+
+    axis, options = read_on_axis("linear_attention", group, sequence, read_options)
     kernels = choose_backend(backend, q, v, g, options.chunk_size)
     o, final = LinearAttention.apply(q, k, v, g, initial_state, options, axis, sequence, kernels)
     return o, final
 
 
-def _read_options(
-    rank: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Any,
-    layout: str | None,
-    method: str,
-    chunk_size: int | None,
-    backend: str,
-    sequence: Sequence | None,
-    group: Any,
-) -> Options | Exception:
-    """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
-    name = "linear_attention"
-    if fault := find_tensor_fault(name, "q", q, rank, DTYPES, _KINDS):
-        return fault
-    where = read_sequence(name, rank, local_length(q), layout, cu_seqlens, group, sequence)
-    if isinstance(where, Exception):
-        return where
-    layout, bounds = where
-    fault = (
-        _find_fault(rank, q, k, v, g, initial_state, bounds)
-        or (None if scale is None else find_number_fault(name, "scale", scale, rank))
-        or find_flag_fault(name, "output_final_state", output_final_state, rank)
-        or _find_method_fault(rank, q, v, g, method, chunk_size, backend)
-    )
-    if fault is not None:
-        return fault
-    return Options(
-        q=(q.shape[0], *q.shape[2:]),
-        v=(v.shape[0], *v.shape[2:]),
-        g=None if g is None else tuple(g.shape) if g.ndim == 1 else (g.shape[0], *g.shape[2:]),
-        dtype=q.dtype,
-        device=q.device.type,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        initial_state=None if initial_state is None else tuple(initial_state.shape),
-        output_final_state=output_final_state,
-        cu_seqlens=bounds,
-        layout=layout,
-        lengths=None if sequence is None else sequence.lengths,
-        method=the_choice(method, ("auto", *METHODS)),
-        chunk_size=CHUNK_SIZE if chunk_size is None else int(chunk_size),
-        gradients=tuple(
-            torch.is_grad_enabled() and t is not None and t.requires_grad for t in (q, k, v, g, initial_state)
-        ),
-    )
+def choose_backend(backend: str, q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> str:
+    """ "torch" or "triton": auto takes Triton for CUDA tensors where it can."""
+    if backend != "auto":
+        return backend
+    return "triton" if q.is_cuda and find_triton_fault(q, v, g, chunk_size) is None else "torch"
 
 
-def _find_fault(
-    rank: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    bounds: Bounds | None,
+def _find_shape_fault(
+    rank: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, bounds: Bounds | None
 ) -> Exception | None:
-    """The first thing wrong with this rank's tensors."""
     name, where = "linear_attention", f"(rank {rank})"
-    if fault := find_token_fault(name, rank, bounds, "T", _KINDS, q=q, k=k, v=v):
-        return fault
     for label, tensor in (("g", g), ("initial_state", initial_state)):
         if tensor is not None and (fault := find_tensor_fault(name, label, tensor, rank, DTYPES, _KINDS)):
             return fault
@@ -186,7 +153,6 @@ def _find_fault(
 def _find_method_fault(
     rank: int, q: Tensor, v: Tensor, g: Tensor | None, method: str, chunk_size: int | None, backend: str
 ) -> Exception | None:
-    """What is wrong with how it is to be computed."""
     name, where = "linear_attention", f"(rank {rank})"
     if fault := find_choice_fault(name, "method", method, rank, ("auto", *METHODS)):
         return fault
@@ -195,7 +161,7 @@ def _find_method_fault(
             return fault
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             return ValueError(f"{name}: chunk_size must be a power of two, got {chunk_size} {where}")
-    if fault := find_choice_fault(name, "backend", backend, rank, CHOICES):
+    if fault := find_choice_fault(name, "backend", backend, rank, ("auto", *FORWARD)):
         return fault
     if backend == "triton" and (reason := find_triton_fault(q, v, g, chunk_size or CHUNK_SIZE)):
         return ValueError(f"{name}: backend 'triton' {reason} {where}; backend='torch' takes it")

@@ -1,18 +1,120 @@
-"""The scan of the states of one call: every document that spans runs, all of them advancing together."""
+"""The states of one call on their way: which ranks each document passes, the scan along them, and its final states.
+
+All documents that span runs advance together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from weft.comm import Call, Pending
+from weft.comm import Axis, Call, Path, Pending
 from weft.comm.schedule import ScheduleExecutor
-from weft.ops.linear_attention.backend import Kernel
-from weft.ops.linear_attention.segments import Segment, SequencePlan
 from weft.ops.scan import Affine, Form, schedule
+from weft.ops.sequence.layout import Sequence, lay_out, ranks_of_runs, run_lengths
+
+
+class Kernel(Protocol):
+    """What the scan needs of a forward or backward: the map of each segment, and work to do while it travels."""
+
+    maps: tuple[Tensor | None, Tensor]
+
+    def intra(self) -> None:
+        """All that needs nothing from other ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens of one document in one run of this rank.
+
+    ``path`` are the ranks whose runs hold the document, seen from this run. A document that lies within the run has a
+    path of one place and sends nothing.
+    """
+
+    document: int
+    length: int
+    path: Path
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the document begins here."""
+        return self.path.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the document ends here."""
+        return self.path.rank == self.path.size - 1
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A run of this rank: its tokens in local memory and the segments they make."""
+
+    tokens: slice
+    segments: tuple[Segment, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each segment."""
+        return [segment.length for segment in self.segments]
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """All of it from one rank: its runs, and for every document the rank where it ends."""
+
+    runs: tuple[LocalRun, ...]
+    ends: tuple[int, ...]
+
+    def ending_on(self, rank: int) -> list[int]:
+        """The documents whose final state ``rank`` has."""
+        return [document for document, end in enumerate(self.ends) if end == rank]
+
+
+def plan_dense(axis: Axis, layout: str, length: int) -> SequencePlan:
+    """One sequence through all runs. The other ranks' lengths need not be known."""
+    ranks = tuple(ranks_of_runs(layout, axis.size))
+    mine = [place for place, rank in enumerate(ranks) if rank == axis.rank]
+    runs, start = [], 0
+    for place, count in zip(mine, run_lengths(length, layout, axis.rank, axis.size), strict=True):
+        runs.append(LocalRun(slice(start, start + count), (Segment(0, count, Path(ranks, place)),)))
+        start += count
+    return SequencePlan(tuple(runs), (ranks[-1],))
+
+
+def plan_sequence(sequence: Sequence) -> SequencePlan:
+    """The documents of a sequence whose lengths are known.
+
+    The path of a document passes only the runs that hold tokens of it; an empty one's the run where it would begin.
+    """
+    if sequence.bounds is None:
+        return plan_dense(sequence.axis, sequence.layout, sequence.length)
+    runs = lay_out(sequence.lengths, sequence.layout)
+    segments: list[list[Segment]] = [[] for _ in runs]
+    ends = []
+    for document, (begin, end) in enumerate(pairwise(sequence.bounds)):
+        overlaps = [max(0, min(end, run.offset + run.length) - max(begin, run.offset)) for run in runs]
+        places = tuple(place for place, overlap in enumerate(overlaps) if overlap)
+        if not places:
+            holding = [p for p, run in enumerate(runs) if run.offset <= begin < run.offset + run.length]
+            places = tuple(holding[:1] or [len(runs) - 1])
+        ranks = tuple(runs[place].rank for place in places)
+        ends.append(ranks[-1])
+        for position, place in enumerate(places):
+            segments[place].append(Segment(document, overlaps[place], Path(ranks, position, name=document)))
+    local = [
+        LocalRun(slice(run.start, run.start + run.length), tuple(segments[place]))
+        for place, run in enumerate(runs)
+        if run.rank == sequence.axis.rank
+    ]
+    return SequencePlan(tuple(local), tuple(ends))
 
 
 @dataclass(frozen=True)
@@ -26,16 +128,15 @@ class SegmentMap:
     document_rows: slice  # of all documents' states
 
 
-def segment_maps(plan: SequencePlan, kernels: Sequence[Kernel], batch: int) -> list[SegmentMap]:
+def segment_maps(plan: SequencePlan, kernels: Items[Kernel], batch: int) -> list[SegmentMap]:
     """The maps of all segments of this rank, run by run."""
     maps = []
     for index, (run, kernel) in enumerate(zip(plan.runs, kernels, strict=True)):
         log, state = kernel.maps
         for number, segment in enumerate(run.segments):
-            rows = slice(number * batch, (number + 1) * batch)
+            rows = _rows(number, batch)
             own = Affine.of(state[rows], None if log is None else log[rows])
-            document_rows = slice(segment.document * batch, (segment.document + 1) * batch)
-            maps.append(SegmentMap(index, segment, own, rows, document_rows))
+            maps.append(SegmentMap(index, segment, own, rows, _rows(segment.document, batch)))
     return maps
 
 
@@ -54,20 +155,22 @@ class StateScan:
             if segment.path.size > 1
         ]
         self._travelling = [index for index, _ in paths]
-        self._together = ScheduleExecutor(call, [(path, schedule(method, path, form)) for _, path in paths])
+        self._executor = ScheduleExecutor(call, [(path, schedule(method, path, form)) for _, path in paths])
 
     def start(
-        self, maps: Sequence[SegmentMap], boundary: Callable[[SegmentMap], Tensor | None]
+        self, maps: Items[SegmentMap], boundary: Callable[[SegmentMap], Tensor | None]
     ) -> Pending[list[Tensor | None]]:
         """Scan beside the caller's work. ``wait()``: the state that enters each segment, None for zero.
 
         ``boundary`` is what enters a segment at the beginning (or end) of its document.
         """
         known = [boundary(one) for one in maps]
-        sent = [_absorb(maps[index].own, known[index]) for index in self._travelling]
+        # At the boundary the map whose B already has what enters there.
+        own = [(maps[index].own, known[index]) for index in self._travelling]
+        sent = [one if start is None else Affine(one.kind, one.apply(start), one.decay) for one, start in own]
         pending = None
         if sent:
-            pending = self._call.start(lambda lane: self._together.run(lane, sent), self._device)
+            pending = self._call.start(lambda lane: self._executor.run(lane, sent), self._device)
 
         def finish() -> list[Tensor | None]:
             entering = list(known)
@@ -78,14 +181,7 @@ class StateScan:
         return Pending(finish)
 
 
-def _absorb(own: Affine, entering: Tensor | None) -> Affine:
-    """The map whose B already has what enters at the boundary."""
-    return own if entering is None else Affine(own.kind, own.apply(entering), own.decay)
-
-
-def states_by_run(
-    plan: SequencePlan, states: Sequence[Tensor | None], kernels: Sequence[Kernel]
-) -> list[Tensor | None]:
+def states_by_run(plan: SequencePlan, states: Items[Tensor | None], kernels: Items[Kernel]) -> list[Tensor | None]:
     """The segments' states put together for each run; None where all of them are zero."""
     joined: list[Tensor | None] = []
     rest = list(states)
@@ -97,3 +193,47 @@ def states_by_run(
         zero = kernel.maps[1].new_zeros(kernel.maps[1].shape[0] // len(mine), *kernel.maps[1].shape[1:])
         joined.append(mine[0] if len(mine) == 1 else torch.cat([zero if s is None else s for s in mine]))
     return joined
+
+
+def share_final_states(
+    call: Call, plan: SequencePlan, ended: Mapping[int, Tensor], batch: int, like: Tensor
+) -> Pending[Tensor]:
+    """All documents' final states ``[B*N, HV, K, V]`` on every rank; ``ended`` holds those of this one.
+
+    One round: each rank sends its own to all others.
+    """
+    mine = _stack([ended[document] for document in plan.ending_on(call.rank)], like)
+    coming = call.all_gather(mine, [batch * len(plan.ending_on(rank)) for rank in range(call.size)])
+
+    def finish() -> Tensor:
+        final = like.new_empty(batch * len(plan.ends), *like.shape[1:])
+        for rank, states in enumerate(coming.wait()):
+            for number, document in enumerate(plan.ending_on(rank)):
+                final[_rows(document, batch)] = states[_rows(number, batch)]
+        return final
+
+    return Pending(finish)
+
+
+def collect_final_gradients(call: Call, plan: SequencePlan, grad: Tensor, batch: int) -> Pending[Tensor]:
+    """The sum over ranks, in rank order, of the gradients of the final states that arise here; others are zero."""
+    coming = call.sum_to_owners(
+        [_stack([grad[_rows(d, batch)] for d in plan.ending_on(rank)], grad) for rank in range(call.size)]
+    )
+
+    def finish() -> Tensor:
+        summed = coming.wait()
+        total = torch.zeros_like(grad)
+        for number, document in enumerate(plan.ending_on(call.rank)):
+            total[_rows(document, batch)] = summed[_rows(number, batch)]
+        return total
+
+    return Pending(finish)
+
+
+def _rows(document: int, batch: int) -> slice:
+    return slice(document * batch, (document + 1) * batch)
+
+
+def _stack(states: Items[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(states)) if states else like.new_empty(0, *like.shape[1:])

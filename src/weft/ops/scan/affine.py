@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 Kind = Literal["none", "scalar", "vector", "dense"]
+BLOCK_BYTES = 256 * 1024  # below this a message costs more in overhead than its block saves in waiting
+MOST_BLOCKS = 16
+
+
+def _kind(state: Tensor, log_decay: Tensor | None, transition: Tensor | None) -> Kind:
+    if log_decay is None or transition is not None:
+        return "none" if transition is None else "dense"
+    return "scalar" if log_decay.ndim == state.ndim - 2 else "vector"
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,7 @@ class Form:
     def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Form:
         """The form of the map with this B and this decay, computed at least in fp32."""
         wide = torch.promote_types(state.dtype, torch.float32)
-        if transition is not None:
-            kind: Kind = "dense"
-        elif log_decay is None:
-            kind = "none"
-        else:
-            kind = "scalar" if log_decay.ndim == state.ndim - 2 else "vector"
-        return Form(kind, state.shape, wide, state.device)
+        return Form(_kind(state, log_decay, transition), state.shape, wide, state.device)
 
     @cached_property
     def state_elements(self) -> int:
@@ -68,12 +70,18 @@ class Form:
         count = self.state_elements
         return Affine(self.kind, flat[:count].view(self.shape), flat[count:].view(self.decay_shape), flat, self)
 
-    def block_count(self, blocks: int) -> int:
+    @property
+    def default_blocks(self) -> int:
+        """How many blocks to cut a state into when nobody says."""
+        return min(MOST_BLOCKS, max(1, self.state_bytes // BLOCK_BYTES))
+
+    def block_count(self, blocks: int | None) -> int:
         """In how many independent blocks a state can be cut, at most ``blocks``: by rows; dense maps by columns."""
-        return max(1, min(blocks, self.shape[-1 if self.kind == "dense" else -2]))
+        most = self.default_blocks if blocks is None else blocks
+        return max(1, min(most, self.shape[-1 if self.kind == "dense" else -2]))
 
     def cut(self, state: Tensor, blocks: int) -> list[Tensor]:
-        """Room for the blocks of a state, each contiguous: views of ``state``, or tensors of their own if dense."""
+        """Buffers for the blocks of a state, each contiguous: views of ``state``, or tensors of their own if dense."""
         if blocks == 1:
             return [state]
         if self.kind == "dense":
@@ -99,12 +107,7 @@ class Affine:
     __slots__ = ("_factor", "_flat", "_form", "decay", "kind", "state")
 
     def __init__(
-        self,
-        kind: Kind,
-        state: Tensor,
-        decay: Tensor | None,
-        flat: Tensor | None = None,
-        form: Form | None = None,
+        self, kind: Kind, state: Tensor, decay: Tensor | None, flat: Tensor | None = None, form: Form | None = None
     ) -> None:
         self.kind, self.state, self.decay, self._flat, self._form = kind, state, decay, flat, form
         self._factor: Tensor | None = None
@@ -119,11 +122,8 @@ class Affine:
     def of(state: Tensor, log_decay: Tensor | None = None, transition: Tensor | None = None) -> Affine:
         """The map with this B and this decay, in the dtype of ``state``."""
         decay = log_decay if transition is None else transition
-        state = state.detach().contiguous()
-        if decay is None:
-            return Affine("none", state, None)
-        kind: Kind = "dense" if transition is not None else "scalar" if decay.ndim == state.ndim - 2 else "vector"
-        return Affine(kind, state, decay.detach().to(state.dtype))
+        state, kind = state.detach().contiguous(), _kind(state, log_decay, transition)
+        return Affine(kind, state, None if decay is None else decay.detach().to(state.dtype))
 
     @property
     def flat(self) -> Tensor:

@@ -12,7 +12,7 @@ from weft.comm.schedule import Path, Schedule
 from weft.ops.scan.affine import Form
 from weft.ops.scan.doubling import doubling
 from weft.ops.scan.gather import gather
-from weft.ops.scan.pipeline import default_blocks, pipeline
+from weft.ops.scan.pipeline import pipeline
 from weft.ops.scan.ring import ring
 from weft.ops.scan.transpose import transpose
 from weft.ops.scan.tree import tree
@@ -65,7 +65,7 @@ def choose(form: Form, size: int) -> str:
     order = ("doubling", *METHODS)  # on two ranks most are alike
 
     def seconds(name: str) -> float:
-        states = METHODS[name].states(size, form.block_count(default_blocks(form)))
+        states = METHODS[name].states(size, form.block_count(None))
         return METHODS[name].rounds(size) * LATENCY + states * form.state_bytes / BANDWIDTH
 
     return min(order, key=seconds)

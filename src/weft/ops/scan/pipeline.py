@@ -8,9 +8,6 @@ from torch import Tensor
 from weft.comm.schedule import Expect, Path, Round, Schedule
 from weft.ops.scan.affine import Affine, Form
 
-BLOCK_BYTES = 256 * 1024  # below this a message costs more in overhead than its block saves in waiting
-MOST_BLOCKS = 16
-
 
 def pipeline(path: Path, form: Form, blocks: int | None = None) -> Schedule[Tensor | None]:
     """P+K-2 steps of 1/K of a state. A rank applies its own map, so no decay travels.
@@ -19,7 +16,7 @@ def pipeline(path: Path, form: Form, blocks: int | None = None) -> Schedule[Tens
     also flows where messages stand in one line. The link to the next rank works while the next block arrives.
     """
     rank, size = path.rank, path.size
-    count = form.block_count(default_blocks(form) if blocks is None else blocks)
+    count = form.block_count(blocks)
     whole = form.new_empty(*form.shape) if rank else None
     entering = form.cut(whole, count) if whole is not None else []
     local: Affine = yield Expect([(rank - 1 + k, rank - 1, block) for k, block in enumerate(entering)])
@@ -36,8 +33,3 @@ def pipeline(path: Path, form: Form, blocks: int | None = None) -> Schedule[Tens
     if whole is None or form.kind != "dense":
         return whole
     return torch.cat(entering, dim=-1)
-
-
-def default_blocks(form: Form) -> int:
-    """How many blocks to cut a state into when nobody says."""
-    return min(MOST_BLOCKS, max(1, form.state_bytes // BLOCK_BYTES))

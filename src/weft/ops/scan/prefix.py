@@ -22,8 +22,7 @@ from weft.comm.function import RankFunction
 from weft.comm.schedule import ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import METHODS, schedule
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from weft.ops.sequence.layout import DTYPES
 
 
 @eager
@@ -93,29 +92,15 @@ class ExclusiveScan(RankFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        state: Tensor,
-        log_decay: Tensor | None,
-        transition: Tensor | None,
-        axis: Axis,
-        method: str,
-        blocks: int | None,
-        reverse: bool,
-        of: int | None,
-    ) -> Tensor:
+        ctx: Any, state: Tensor, log_decay: Tensor | None, transition: Tensor | None, axis: Axis, method: str,
+        blocks: int | None, reverse: bool, of: int | None,
+    ) -> Tensor:  # fmt: skip
         """``of``: the number of the scan whose gradient this is."""
         decay = log_decay if transition is None else transition
         options = Options(
-            method,
-            state.shape,
-            state.dtype,
-            state.device.type,
-            None if decay is None else decay.shape,
-            transition is not None,
-            reverse,
-            blocks,
-            any(ctx.needs_input_grad),
-        )
+            method, state.shape, state.dtype, state.device.type, None if decay is None else decay.shape,
+            transition is not None, reverse, blocks, any(ctx.needs_input_grad),
+        )  # fmt: skip
         call = axis.begin("exclusive_scan" if of is None else "exclusive_scan.backward", options, of=of)
         applied = transition.mT if reverse and transition is not None else transition
         entering = None
@@ -150,19 +135,14 @@ class ExclusiveScan(RankFunction):
 
 
 def _find_fault(
-    rank: int,
-    state: Tensor,
-    log_decay: Tensor | None,
-    transition: Tensor | None,
-    method: str,
-    reverse: bool,
+    rank: int, state: Tensor, log_decay: Tensor | None, transition: Tensor | None, method: str, reverse: bool,
     blocks: int | None,
-) -> Exception | None:
+) -> Exception | None:  # fmt: skip
     name, where = "exclusive_scan", f"(rank {rank})"
     for label, tensor in (("state", state), ("log_decay", log_decay), ("transition", transition)):
         if label != "state" and tensor is None:
             continue
-        if fault := find_tensor_fault(name, label, tensor, rank, _DTYPES, "a floating tensor"):
+        if fault := find_tensor_fault(name, label, tensor, rank, DTYPES, "a floating tensor"):
             return fault
         assert tensor is not None
         if tensor.device != state.device:

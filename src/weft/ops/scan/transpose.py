@@ -1,4 +1,4 @@
-"""transpose: ranks trade slices, each scans one slice of everybody's map, and the prefixes go back."""
+"""transpose: ranks exchange slices, each scans one slice of everybody's map, and the prefixes go back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a sequence lies on the ranks of an axis.
+"""How the tokens of a batch lie on the ranks of an axis, and how operations read that from their arguments.
 
 A *run* is a stretch of consecutive tokens on one rank. ``contiguous``: rank r holds the r-th of P parts, one run.
 ``zigzag``: rank r holds parts r and 2P-1-r of 2P, two runs one after the other in local memory (on the last
@@ -8,13 +8,24 @@ longer by a token; so of T zigzag tokens the first run has T - T//2 whatever T i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any, TypeVar
 
-from weft.comm.arguments import find_choice_fault
+import torch
+from torch import Tensor
 
+from weft.comm import Axis, Call
+from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
+from weft.parallel.dtensor import is_dtensor
+
+T = TypeVar("T")
+Bounds = tuple[int, ...]  # of packed documents in the whole sequence: document n is bounds[n] : bounds[n+1]
 LAYOUTS = ("contiguous", "zigzag")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of the tensors that operations take
 
 
 @dataclass(frozen=True)
@@ -47,22 +58,18 @@ def run_lengths(length: int, layout: str, rank: int, size: int) -> list[int]:
 
 def shard_lengths(total: int, layout: str, size: int) -> tuple[int, ...]:
     """The tokens of each rank when `weft.shard` cuts ``total``."""
+
+    def part(parts: int, index: int) -> int:
+        return total // parts + (index < total % parts)
+
     if layout == "contiguous":
-        return tuple(_part(total, size, rank) for rank in range(size))
-    return tuple(_part(total, 2 * size, rank) + _part(total, 2 * size, 2 * size - 1 - rank) for rank in range(size))
-
-
-def _part(total: int, parts: int, index: int) -> int:
-    return total // parts + (index < total % parts)
-
-
-def lay_out(lengths: Sequence[int], layout: str) -> list[TokenRun]:
-    """The runs of all ranks in the order of the sequence, for ranks that hold these many tokens."""
-    return list(_lay_out(tuple(lengths), layout))
+        return tuple(part(size, rank) for rank in range(size))
+    return tuple(part(2 * size, rank) + part(2 * size, 2 * size - 1 - rank) for rank in range(size))
 
 
 @lru_cache(maxsize=64)
-def _lay_out(lengths: tuple[int, ...], layout: str) -> tuple[TokenRun, ...]:
+def lay_out(lengths: tuple[int, ...], layout: str) -> tuple[TokenRun, ...]:
+    """The runs of all ranks in the order of the sequence, for ranks that hold these many tokens."""
     size = len(lengths)
     cuts = [run_lengths(length, layout, rank, size) for rank, length in enumerate(lengths)]
     seen = [0] * size
@@ -74,3 +81,181 @@ def _lay_out(lengths: tuple[int, ...], layout: str) -> tuple[TokenRun, ...]:
         runs.append(TokenRun(rank, start, length, offset))
         offset += length
     return tuple(runs)
+
+
+def document_at(bounds: Bounds, position: int) -> tuple[int, int]:
+    """Where the document of a position begins and ends."""
+    number = bisect_right(bounds, position) - 1
+    return bounds[number], bounds[number + 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """How the tokens of one batch lie on ranks: made by `weft.sequence`, passed to every layer as ``sequence=``.
+
+    | attribute | what it holds                                                                             |
+    |-----------|-------------------------------------------------------------------------------------------|
+    | `axis`    | the ranks that share the sequence, seen from this one                                     |
+    | `layout`  | "contiguous" or "zigzag"                                                                  |
+    | `lengths` | tokens of each rank; `length` are those of this rank, `total` those of all                |
+    | `bounds`  | where packed documents begin and end in the whole sequence; None if it is one document    |
+
+    `positions` are those of this rank's tokens within their documents. It holds integers, no tensors, and does not
+    change: for a batch of other lengths or documents make another one.
+    """
+
+    axis: Axis
+    layout: str
+    lengths: tuple[int, ...]
+    bounds: Bounds | None
+
+    @property
+    def length(self) -> int:
+        """Tokens of this rank."""
+        return self.lengths[self.axis.rank]
+
+    @property
+    def total(self) -> int:
+        """Tokens of the whole sequence."""
+        return sum(self.lengths)
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """The position of each of this rank's tokens within its document, ``[length]``: for rotary embeddings.
+
+        >>> from weft import sequence
+        >>> sequence(5, cu_seqlens=[0, 2, 5]).positions()
+        tensor([0, 1, 0, 1, 2])
+        """
+        runs = [run for run in lay_out(self.lengths, self.layout) if run.rank == self.axis.rank]
+        places = torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
+        if self.bounds is not None:
+            starts = torch.tensor(self.bounds[:-1], dtype=torch.int64)
+            places -= starts[torch.searchsorted(starts, places, right=True) - 1]
+        return places.to(device)
+
+
+def resolve(operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None) -> Sequence:
+    """The sequence, from the lengths gathered in ``call``; everybody raises where documents do not fit."""
+    lengths = tuple(numbers[0] for numbers in call.metadata.wait())
+    if bounds is not None and sum(lengths) != bounds[-1]:
+        raise ValueError(
+            f"{operation}: cu_seqlens end at {bounds[-1]}, but the ranks hold {list(lengths)}, {sum(lengths)} tokens "
+            f"in all; they must be the boundaries in the whole sequence"
+        )
+    axis.counter.cache["sequence", layout] = lengths
+    return Sequence(axis, layout, lengths, bounds)
+
+
+def predict(axis: Axis, length: int, layout: str, bounds: Bounds | None) -> Sequence | None:
+    """How the tokens probably lie, before lengths are gathered: as the last time, or as `weft.shard` would cut them.
+
+    For local work that may begin at once and is done again if the prediction was wrong; nothing is sent because of it.
+    """
+    total = None if bounds is None else bounds[-1]
+    candidates = [axis.counter.cache.get(("sequence", layout))]
+    candidates.append(shard_lengths(total, layout, axis.size) if total is not None else (length,) * axis.size)
+    for lengths in candidates:
+        if lengths is not None and lengths[axis.rank] == length and (total is None or sum(lengths) == total):
+            return Sequence(axis, layout, lengths, bounds)
+    return None
+
+
+# Reading arguments: faults are returned, see `weft.comm.arguments`.
+
+
+def axis_of(group: Any, given: Any) -> Axis:
+    """The axis of an operation that takes either ``sequence`` or a ``group``."""
+    return given.axis if isinstance(given, Sequence) else Axis.of(group)
+
+
+def read_on_axis(operation: str, group: Any, given: Any, reading: Callable[[Axis], T | Exception]) -> tuple[Axis, T]:
+    """That axis, and what ``reading`` makes of the arguments. A fault is raised on all ranks."""
+    axis = axis_of(group, given)
+    found = read(operation, axis.rank, lambda: reading(axis))
+    if isinstance(found, Exception):
+        axis.refuse(operation, found, metadata=None if isinstance(given, Sequence) else 1)
+    return axis, found
+
+
+def read_bounds(operation: str, cu_seqlens: Any, rank: int) -> Bounds | Exception | None:
+    """The boundaries as integers, or what is wrong with them."""
+    if cu_seqlens is None:
+        return None
+    if is_dtensor(cu_seqlens):
+        return TypeError(f"{operation}: cu_seqlens is a DTensor; pass the whole, on every rank (rank {rank})")
+    given = read(operation, rank, lambda: torch.as_tensor(cu_seqlens))
+    if isinstance(given, Exception) or given.is_meta or given.dtype.is_floating_point or given.dtype == torch.bool:
+        return TypeError(f"{operation}: cu_seqlens must be integers, got {show(cu_seqlens)} (rank {rank})")
+    bounds = tuple(given.reshape(-1).tolist())
+    if len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds)):
+        return bounds
+    return ValueError(
+        f"{operation}: cu_seqlens must be integers that rise from 0, got {list(bounds[:8])} (rank {rank})"
+    )
+
+
+def read_where(operation: str, layout: str | None, cu_seqlens: Any, rank: int) -> tuple[str, Bounds | None] | Exception:
+    """(layout, documents), or what is wrong with them."""
+    bounds = read_bounds(operation, cu_seqlens, rank)
+    if isinstance(bounds, Exception):
+        return bounds
+    if layout is None:
+        return "contiguous", bounds
+    return find_layout_fault(operation, layout, rank) or (the_choice(layout, LAYOUTS), bounds)
+
+
+def read_sequence(
+    operation: str, rank: int, length: int | None, layout: str | None, cu_seqlens: Any, group: Any, given: Any
+) -> tuple[str, Bounds | None] | Exception:
+    """(layout, documents) of an operation that takes either ``sequence`` or the three it stands for; or a fault."""
+    if given is None:
+        return read_where(operation, layout, cu_seqlens, rank)
+    if not isinstance(given, Sequence):
+        kind = type(given).__name__
+        return TypeError(f"{operation}: sequence must be what weft.sequence(...) returns, got {kind} (rank {rank})")
+    for name, value in (("layout", layout), ("cu_seqlens", cu_seqlens), ("group", group)):
+        if value is not None:
+            return ValueError(f"{operation}: {name} is part of sequence; leave it out (rank {rank})")
+    if length is not None and length != given.length:
+        return ValueError(
+            f"{operation}: this rank holds {length} tokens, but {given.length} in sequence (rank {rank}); make a "
+            f"sequence for each batch"
+        )
+    return given.layout, given.bounds
+
+
+def read_tokens(
+    operation: str, rank: int, q: Any, k: Any, v: Any, letter: str, kinds: str,
+    layout: str | None, cu_seqlens: Any, group: Any, given: Any,
+) -> tuple[str, Bounds | None] | Exception:  # fmt: skip
+    """(layout, documents) of an operation on ``q``, ``k`` and ``v`` ``[B, tokens, heads, dim]``; or a fault.
+
+    What every attention demands: one kind, dtype and device, one batch and length, and for packed documents a batch
+    of 1. ``letter`` and ``kinds``: how the operation names its tokens and the tensors it takes.
+    """
+    if fault := find_tensor_fault(operation, "q", q, rank, DTYPES, kinds):
+        return fault
+    length = q.shape[1] if q.ndim == 4 else None
+    found = read_sequence(operation, rank, length, layout, cu_seqlens, group, given)
+    if isinstance(found, Exception):
+        return found
+    where, tensors = f"(rank {rank})", {"q": q, "k": k, "v": v}
+    for name, tensor in tensors.items():
+        if fault := find_tensor_fault(operation, name, tensor, rank, DTYPES, kinds):
+            return fault
+        if tensor.ndim != 4:
+            shown = list(tensor.shape)
+            return ValueError(f"{operation}: {name} must be [B, {letter}, heads, dim], got {shown} {where}")
+    for name, tensor in tensors.items():
+        if tensor.device != q.device:
+            return ValueError(f"{operation}: {name} is on {tensor.device}, q on {q.device} {where}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return ValueError(f"{operation}: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype} {where}")
+    for name, tensor in tensors.items():
+        if tensor.shape[:2] != q.shape[:2]:
+            return ValueError(
+                f"{operation}: {name} {list(tensor.shape)} must have the batch and length of q {list(q.shape)} {where}"
+            )
+    if found[1] is not None and q.shape[0] != 1:
+        return ValueError(f"{operation}: packed sequences (cu_seqlens) need a batch of 1, got {q.shape[0]} {where}")
+    return found

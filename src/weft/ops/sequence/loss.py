@@ -15,7 +15,7 @@ from weft.comm.arguments import at, find_number_fault, find_tensor_fault, read
 from weft.comm.eager import eager
 from weft.comm.function import RankFunction
 from weft.errors import name_ranks
-from weft.ops.sequence.tokens import DTYPES
+from weft.ops.sequence.layout import DTYPES
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
         axis.refuse("mean_loss", found, metadata=3)
     options, numbers, needs = found
     call = axis.begin("mean_loss", options, metadata=[*map(_as_integer, numbers), int(needs)])
-    told = call.metadata.wait()
-    without = [rank for rank, row in enumerate(told) if not row[2]]
+    gathered = call.metadata.wait()
+    without = [rank for rank, row in enumerate(gathered) if not row[2]]
     if 0 < len(without) < axis.size:
         raise ValueError(
             f"mean_loss: loss_sum has no gradient on {name_ranks(without)} of {axis.size}, but on other ranks; compute "
             f"it from the model's output there too: the sum over no tokens is 0 and has a gradient"
         )
-    losses, tokens = (math.fsum(_as_float(row[at]) for row in told) for at in range(2))
+    losses, tokens = (math.fsum(_as_float(row[at]) for row in gathered) for at in range(2))
     if count is None:
         tokens = 1.0
     if tokens == 0 and losses != 0:
@@ -89,7 +89,7 @@ def _read(loss_sum: Tensor, count: float | Tensor | None, rank: int) -> tuple[_O
 
 
 def _as_integer(number: float) -> int:
-    """The bits of a number, to be told."""
+    """The bits of a number, to be gathered as an integer."""
     return int(struct.unpack("q", struct.pack("d", number))[0])
 
 

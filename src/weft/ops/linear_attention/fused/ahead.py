@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.ops.linear_attention.fused import launch
-from weft.ops.linear_attention.fused.launch import Launch
+from weft.ops.linear_attention.fused.launch import Launch, make_launch
+from weft.ops.linear_attention.fused.operators import by_name
 from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward
 
 _TYPES = {
@@ -32,7 +32,7 @@ _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
 
 @dataclass(frozen=True)
 class Shape:
-    """One class of inputs. ``gate_dtype`` is that of g; a batch, heads and tokens that tell the classes apart."""
+    """One class of inputs. ``gate_dtype`` is that of g; a batch, heads and tokens by which classes differ."""
 
     gate: str
     keys: int = 128
@@ -66,16 +66,16 @@ class Compiled:
     ptx: str
 
 
-class _Listen(TorchDispatchMode):
+class _Collect(TorchDispatchMode):
     """Collects the operators of the kernels, instead of running them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[tuple[str, tuple[Any, ...]]] = []
+        self.launched: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "weft":
-            self.heard.append((func._overloadpacket.__name__, args))
+            self.launched.append((func._overloadpacket.__name__, args))
             return None
         return func(*args, **(kwargs or {}))
 
@@ -99,11 +99,12 @@ def phases(shape: Shape) -> dict[str, list[Counted]]:
 
     def take(phase: str) -> None:
         found[phase] = [
-            Counted(name, getattr(launch, name)(*args), _bytes(args), _flops(name, args)) for name, args in listen.heard
+            Counted(name, make_launch(name, by_name(name, args)), _bytes(args), _flops(name, args))
+            for name, args in collect.launched
         ]
-        listen.heard.clear()
+        collect.launched.clear()
 
-    with _Listen() as listen:
+    with _Collect() as collect:
         forward = FusedForward(q, k, v, g, 1.0, [shape.tokens], shape.chunk)
         take("forward")
         forward.intra()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.ops.linear_attention.fused.tiling import Tiling, gate_kind, tile
 
@@ -69,16 +71,28 @@ def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log
     }[kernel]
 
 
-def _formula(kernel: str) -> Any:
-    names = re.findall(r"(\w+)(?:,|\) ->)", _SCHEMAS[kernel])
+@functools.cache
+def _names(kernel: str) -> list[str]:
+    return re.findall(r"(\w+)(?:,|\) ->)", _SCHEMAS[kernel])
 
+
+def by_name(kernel: str, args: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of an operator with their names."""
+    return dict(zip(_names(kernel), args, strict=False))
+
+
+def operands(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Of the arguments by name: the tensor that has the dtype and K, and the one that has value heads and V."""
+    x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
+    return x, next(given[name] for name in ("y", "v", "o", "do", "dv") if name in given)
+
+
+def _formula(kernel: str) -> Any:
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = by_name(kernel, args) | kwargs
         if kernel == "scan_pieces":
             return 0
-        x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
-        y = next(given[name] for name in ("y", "v", "o", "do", "dv") if name in given)
-        g = given["g"]
+        (x, y), g = operands(given), given["g"]
         batch, tokens, heads, values = y.shape
         tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype)
         logs = 2 if g is not None and g.dtype == torch.float32 else 1
@@ -89,7 +103,8 @@ def _formula(kernel: str) -> Any:
 
 def _launch(kernel: str) -> Any:
     def launch(*args: Any) -> None:
-        getattr(importlib.import_module("weft.ops.linear_attention.fused.launch"), kernel)(*args).run()
+        module = importlib.import_module("weft.ops.linear_attention.fused.launch")
+        module.make_launch(kernel, by_name(kernel, args)).run()
 
     return launch
 

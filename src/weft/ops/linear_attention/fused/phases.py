@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.linear_attention.fused.operators import operators
-from weft.ops.linear_attention.fused.pieces import Pieces, cut
-from weft.ops.linear_attention.fused.tiling import gate_kind, tile
+from weft.ops.linear_attention.fused.tiling import Pieces, cut, gate_kind, tile
 from weft.ops.linear_attention.gate import FLOOR
 from weft.ops.linear_attention.grid import Grid
 
@@ -53,13 +52,13 @@ class _States:
         inner = grid.batch, grid.value_heads
         log = () if g is None or g.dim() < 4 else (grid.key_dim,)
 
-        def room(count: int, *shape: int) -> Tensor:
+        def buffer(count: int, *shape: int) -> Tensor:
             return x.new_empty(count, *inner, *shape, dtype=torch.float32)
 
         states, sums, arriving = (
-            room(count, grid.key_dim, grid.value_dim) for count in (pieces.chunks, pieces.count, pieces.count)
+            buffer(count, grid.key_dim, grid.value_dim) for count in (pieces.chunks, pieces.count, pieces.count)
         )
-        logs, sum_logs = (None if g is None else room(count, *log) for count in (pieces.chunks, pieces.count))
+        logs, sum_logs = (None if g is None else buffer(count, *log) for count in (pieces.chunks, pieces.count))
         if pieces.chunks:
             tables = [pieces.start, pieces.length, pieces.first, pieces.last]
             operators().chunk_states(x, y, g, tables, states, logs, sums, sum_logs, scale, grid.chunk, reverse)
@@ -97,7 +96,7 @@ class _Tokens:
         self.tables = [self.pieces.start, self.pieces.length, self.pieces.piece]
 
     def empty(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Room for [B, T, HV, dim]."""
+        """A buffer for [B, T, HV, dim]."""
         return self.q.new_empty(self.grid.batch, self.grid.tokens, self.grid.value_heads, dim, dtype=dtype)
 
 
@@ -134,17 +133,9 @@ class FusedBackward:
     """`ChunkBackward` with Triton kernels."""
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        scale: float,
-        lengths: list[int],
-        chunk_size: int,
-        entering: Tensor | None,
-        do: Tensor,
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int,
+        entering: Tensor | None, do: Tensor,
+    ) -> None:  # fmt: skip
         self._in = x = _Tokens(q, k, v, g, scale, lengths, chunk_size)
         self._do, self._dg_like = _readable(do), g
         self._grads = _States.of(x.grid, x.pieces, x.q, self._do, x.g, scale, True)
@@ -172,7 +163,7 @@ class FusedBackward:
             run.value_grads(x.q, x.k, x.g, self._do, x.tables[:2], self._dv, x.scale, chunk)
 
     def _gate_parts(self) -> Tensor | None:
-        """Room for what tokens give to the gates: [B, T, HV, K], or [parts, B, T, HV] (see `backward`)."""
+        """A buffer for what tokens give to the gates: [B, T, HV, K], or [parts, B, T, HV] (see `backward`)."""
         x = self._in
         if x.g is None or x.g.dim() == 4:
             return self._empty_dg()

@@ -1,11 +1,21 @@
-"""Which blocks a Triton kernel works in: a function of the shapes alone, so that the same inputs give the same bits."""
+"""What the Triton kernels take, which blocks they work in, and where chunks and pieces lie.
+
+Blocks are a function of the shapes alone, so that the same inputs give the same bits. The recurrence over chunks is
+sequential. So that it fills a GPU a segment is cut into pieces of some chunks: states are computed from zero where a
+piece begins, and a scan over the pieces gives what arrives there.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from weft.comm.modes import keep_tensors
+from weft.ops.linear_attention.grid import Grid
 
 MAX_DIM = 256  # K and V
 MAX_CHUNK = 128
@@ -14,6 +24,7 @@ MAX_CELLS = 65535  # batch times value heads: the third axis of a grid, and CUDA
 PROGRAMS = 512
 # Chunks a piece has at least: the state at its border is an extra state to write and to read.
 PIECE = 8
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,80 @@ def chunks_per_piece(chunks: int, cells: int) -> int:
     return max(PIECE, -(-chunks // pieces))
 
 
-def precision(*dtypes: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     """How products are taken: tf32 holds half precision exactly; fp32 takes three products of heads and remainders."""
-    return "tf32x3" if torch.float32 in dtypes else "tf32"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def find_triton_fault(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> str | None:
+    """Why Triton's kernels cannot take these inputs; None if they can."""
+    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs CUDA tensors (or TRITON_INTERPRET=1, set before the start), got cpu"
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        return f"needs CUDA tensors, got {q.device.type}"
+    if q.device.type != "meta" and importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    for label, x in (("q, k, v", q), ("g", g)):
+        if x is not None and x.dtype not in _DTYPES:
+            return f"takes bfloat16, float16 or float32, got {label} in {str(x.dtype).removeprefix('torch.')}"
+    if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
+        return f"takes K and V up to {MAX_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
+    if q.shape[0] * v.shape[2] > MAX_CELLS:
+        return f"takes batches times value heads up to {MAX_CELLS:,}, got {q.shape[0]} x {v.shape[2]}"
+    if chunk_size > MAX_CHUNK:
+        return f"takes chunk_size up to {MAX_CHUNK}, got {chunk_size}"
+    return None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Tables in int32 on the device of the inputs.
+
+    ``start`` and ``length`` [M]: first token of a chunk, and how many it has. ``piece`` [M]: the piece of a chunk.
+    ``first``, ``last`` [P]: chunks of a piece. ``segment_first``, ``segment_last`` [N]: pieces of a segment.
+    """
+
+    start: Tensor
+    length: Tensor
+    piece: Tensor
+    first: Tensor
+    last: Tensor
+    segment_first: Tensor
+    segment_last: Tensor
+
+    @property
+    def chunks(self) -> int:
+        return self.start.shape[0]
+
+    @property
+    def count(self) -> int:
+        return self.first.shape[0]
+
+
+def cut(grid: Grid, gate: str, dtype: torch.dtype) -> Pieces:
+    """The tables of a grid; those of the last few geometries are kept, since layers share them."""
+    blocks = tile("chunk_states", grid.chunk, grid.key_dim, grid.value_dim, gate, dtype)
+    parts = -(-grid.key_dim // blocks.keys) * -(-grid.value_dim // blocks.values)
+    per_piece = chunks_per_piece(grid.chunks, grid.batch * grid.value_heads * parts)
+    return _tables(tuple(grid.lengths), grid.chunk, per_piece, grid.device)
+
+
+@keep_tensors(maxsize=64)
+def _tables(lengths: tuple[int, ...], chunk: int, per_piece: int, device: torch.device) -> Pieces:
+    columns: list[list[int]] = [[] for _ in range(7)]
+    start, length, piece, first, last, segment_first, segment_last = columns
+    token = 0
+    for tokens in lengths:
+        segment_first.append(len(first))
+        for index, begin in enumerate(range(0, tokens, chunk)):
+            if index % per_piece == 0:
+                first.append(len(start))
+                last.append(len(start))
+            start.append(token + begin)
+            length.append(min(chunk, tokens - begin))
+            piece.append(len(first) - 1)
+            last[-1] = len(start)
+        segment_last.append(len(first))
+        token += tokens
+    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int32).to(device)
+    return Pieces(*flat.split([len(column) for column in columns]))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.bench.linear_attention import gpu
-from weft.bench.linear_attention.lasp import Baseline
+from weft.bench.linear_attention.baselines import Baseline, fla
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
 from weft.bench.world import RankPool, by_case, take_samples
@@ -20,7 +18,6 @@ from weft.comm import Axis, Ledger
 from weft.comm.wire import SoloWire
 from weft.ops.linear_attention import linear_attention
 from weft.ops.scan import METHODS, Form
-from weft.ops.scan.pipeline import default_blocks
 from weft.world import Machine, VirtualWorld
 from weft.world.machine import PRESETS
 
@@ -176,15 +173,10 @@ def _inputs(
     tokens: int, seed: int, device: str = "cpu", heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """q, k, v in ``dtype`` and a scalar gate in fp32."""
-    if device == "meta":
-        shapes = [(1, tokens, heads, dim)] * 3 + [(1, tokens, heads)]
-        dtypes = [dtype] * 3 + [torch.float32]
-        pairs = zip(shapes, dtypes, strict=True)
-        return [torch.empty(shape, dtype=kind, device="meta").requires_grad_() for shape, kind in pairs]
-    make = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(1, tokens, heads, dim, generator=make).to(dtype) for _ in range(3)]
-    gate = -0.05 * torch.rand(1, tokens, heads, generator=make)
-    return [t.to(device).requires_grad_() for t in [*tensors, gate]]
+    make = None if device == "meta" else torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(1, tokens, heads, dim, generator=make, device=device).to(dtype) for _ in range(3)]
+    gate = -0.05 * torch.rand(1, tokens, heads, generator=make, device=device)
+    return [t.requires_grad_() for t in [*tensors, gate]]
 
 
 def _step(attend: Callable[..., Tensor], inputs: list[Tensor]) -> Case:
@@ -214,22 +206,13 @@ def sample_kernel(axis: Axis, tokens: int, turn: int) -> dict[str, float]:
         "weft, constant decay": _step(attend, [q, k, v, constant]),
         "weft, scalar gate": _step(attend, inputs),
     }
-    if naive := _fla_naive():
+    # Of fla's chunked ops the one in plain PyTorch runs on a CPU.
+    if naive := fla("fla.ops.simple_gla.naive", "naive_chunk_simple_gla"):
         cases["fla naive chunk"] = _step(lambda *t: naive(*t)[0], inputs)
     try:
         return take_turns(alone, cases, turn=turn)
     finally:
         torch.set_num_threads(threads)
-
-
-def _fla_naive() -> Callable[..., Any] | None:
-    """flash-linear-attention's chunked op in plain PyTorch, the one of its ops that runs on a CPU."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module("fla.ops.simple_gla.naive").naive_chunk_simple_gla
-    except ImportError:
-        return None
 
 
 def _rank_cases(
@@ -238,7 +221,7 @@ def _rank_cases(
 ) -> dict[str, Case]:  # fmt: skip
     inputs = _inputs(tokens, axis.rank, device, heads, dim, dtype)
     alone = Axis.over(SoloWire())
-    blocks = max(2, default_blocks(Form.of(torch.empty(heads, dim, dim, device="meta"))))
+    blocks = max(2, Form.of(torch.empty(heads, dim, dim, device="meta")).default_blocks)
 
     def weft_by(method: str, group: Axis) -> Case:
         return _step(lambda *t: linear_attention(*t, method=method, backend=backend, group=group)[0], inputs)

@@ -1,4 +1,4 @@
-"""`shard` and `unshard`: between the whole and the slices of the ranks."""
+"""`sequence`, and `shard` and `unshard` between the whole and the slices of the ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,74 @@ from weft.comm import Axis
 from weft.comm.arguments import find_integer_fault, find_tensor_fault, read
 from weft.comm.eager import eager
 from weft.comm.function import RankFunction
-from weft.ops.sequence.layout import lay_out, shard_lengths
-from weft.ops.sequence.sequence import Sequence, axis_of, read_sequence, resolve
+from weft.ops.sequence.layout import (
+    Bounds,
+    Sequence,
+    axis_of,
+    lay_out,
+    read_on_axis,
+    read_sequence,
+    read_where,
+    resolve,
+    shard_lengths,
+)
+
+
+@eager
+def sequence(
+    local_length: int | None = None,
+    *,
+    total: int | None = None,
+    layout: str | None = None,
+    cu_seqlens: Any = None,
+    group: Any = None,
+) -> Sequence:
+    """How a batch lies on the ranks of ``group``, for ``sequence=`` of every layer, in place of these arguments.
+
+    ``local_length`` is how many tokens this rank holds (any number, ranks may differ). Or ``total``, how many all ranks
+    hold together: each then holds what `weft.shard` gives it. ``layout`` "contiguous" (if left out) or "zigzag";
+    ``cu_seqlens`` the boundaries ``[N+1]`` of packed documents in the whole sequence, on every rank.
+
+    What crosses ranks: one round of integers, once for each batch. Layers that get it send none.
+
+    >>> sequence(10).lengths, sequence(total=10).lengths
+    ((10,), (10,))
+    """
+    axis, (options, length) = read_on_axis(
+        "sequence", group, None, lambda axis: _read_lengths(axis, local_length, total, layout, cu_seqlens)
+    )
+    call = axis.begin("sequence", options, metadata=(length,))
+    return resolve("sequence", call, axis, options.layout, options.cu_seqlens)
+
+
+def _read_lengths(
+    axis: Axis, local_length: int | None, total: int | None, layout: str | None, cu_seqlens: Any
+) -> tuple[_SequenceOptions, int] | Exception:
+    """What the ranks must have in common, and this rank's length; or what is wrong."""
+    name, rank = "sequence", axis.rank
+    where = read_where(name, layout, cu_seqlens, rank)
+    if isinstance(where, Exception):
+        return where
+    if (local_length is None) == (total is None):
+        return ValueError(
+            "sequence: give local_length, the tokens of this rank, or total, those of all ranks, and not both "
+            f"(rank {rank})"
+        )
+    word, given = ("local_length", local_length) if total is None else ("total", total)
+    if fault := find_integer_fault(name, word, given, rank, least=0):
+        return fault
+    if total is None:
+        return _SequenceOptions(*where, None), int(given)  # type: ignore[arg-type]
+    return _SequenceOptions(*where, int(total)), shard_lengths(int(total), where[0], axis.size)[rank]
+
+
+@dataclass(frozen=True)
+class _SequenceOptions:
+    """What the ranks must have in common."""
+
+    layout: str
+    cu_seqlens: Bounds | None
+    total: int | None
 
 
 @eager
@@ -28,8 +94,8 @@ def shard(
     >>> shard(torch.arange(6), 0)                     # a world of one holds all of it
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axis = axis_of("shard", group, sequence)
-    found = read("shard", axis.rank, lambda: _read("shard", axis.rank, x, dim, layout, sequence, group))
+    axis = axis_of(group, sequence)
+    found = read("shard", axis.rank, lambda: _read_dim("shard", axis.rank, x, dim, layout, sequence, group))
     if isinstance(found, Exception):  # nobody waits for anybody here
         raise found
     dim, layout = found
@@ -37,7 +103,7 @@ def shard(
     return cut(x, dim, lengths, layout, axis.rank)
 
 
-def _read(
+def _read_dim(
     operation: str, rank: int, x: Tensor, dim: int, layout: str | None, sequence: Any, group: Any
 ) -> tuple[int, str] | Exception:
     """(dim, counted from the front; layout), or what is wrong."""
@@ -68,22 +134,21 @@ def unshard(
 ) -> Tensor:
     """The whole on every rank, from slices as `shard` cuts them, or of any other lengths.
 
-    Lengths along ``dim`` may differ between ranks; they are told in one round of integers, if no ``sequence`` has them.
+    Lengths along ``dim`` may differ between ranks; one round of integers gathers them, if no ``sequence`` has them.
     Each slice travels to every other rank. The gradient of a slice is the sum, in rank order and at least in fp32, of
     what every rank's loss says about it.
 
     >>> unshard(torch.arange(6), 0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axis = axis_of("unshard", group, sequence)
-    found = read("unshard", axis.rank, lambda: _read("unshard", axis.rank, x, dim, layout, sequence, group))
-    if isinstance(found, Exception):
-        axis.refuse("unshard", found, metadata=None if isinstance(sequence, Sequence) else 1)
+    axis, found = read_on_axis(
+        "unshard", group, sequence, lambda axis: _read_dim("unshard", axis.rank, x, dim, layout, sequence, group)
+    )
     return _Unshard.apply(x, *found, axis, sequence, None)
 
 
 @dataclass(frozen=True)
-class _Options:
+class _UnshardOptions:
     """What the ranks must have in common."""
 
     dim: int
@@ -108,13 +173,13 @@ class _Unshard(RankFunction):
         """``of``: the number of the sum whose gradient this is."""
         rest = tuple(size for index, size in enumerate(x.shape) if index != dim)
         lengths = None if known is None else known.lengths
-        options = _Options(dim, rest, x.dtype, x.device.type, layout, lengths, ctx.needs_input_grad[0])
+        options = _UnshardOptions(dim, rest, x.dtype, x.device.type, layout, lengths, ctx.needs_input_grad[0])
         call = axis.begin("unshard", options, metadata=None if known is not None else (x.shape[dim],), of=of)
         mine = x.detach().movedim(dim, 0).contiguous()
         sequence = known or resolve("unshard", call, axis, layout, None)
         slices = call.all_gather(mine, sequence.lengths).wait()
         ctx.how = options, sequence, call.number
-        parts = [slices[run.rank][run.start : run.start + run.length] for run in sequence.runs]
+        parts = [slices[run.rank][run.start : run.start + run.length] for run in lay_out(sequence.lengths, layout)]
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
@@ -129,11 +194,11 @@ class _SumSlices(RankFunction):
     any_order = True
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, options: _Options, sequence: Sequence, of: int) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, options: _UnshardOptions, sequence: Sequence, of: int) -> Tensor:
         call = sequence.axis.begin("unshard.backward", options, of=of)
-        ordered = whole.detach().movedim(options.dim, 0)
+        ordered, runs = whole.detach().movedim(options.dim, 0), lay_out(sequence.lengths, sequence.layout)
         outgoing = [
-            torch.cat([ordered[run.offset : run.offset + run.length] for run in sequence.runs if run.rank == rank])
+            torch.cat([ordered[run.offset : run.offset + run.length] for run in runs if run.rank == rank])
             for rank in range(call.size)
         ]
         total = call.sum_to_owners(outgoing).wait()

@@ -10,6 +10,9 @@ schedules and not kernels. One dense contiguous sequence, a scalar gate, no init
 
 from __future__ import annotations
 
+import importlib
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +21,8 @@ from torch import Tensor
 
 from weft.comm import Axis, Call
 from weft.comm.schedule import ScheduleExecutor
-from weft.ops.linear_attention.backend import BACKWARD, FORWARD, Kernel
+from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
+from weft.ops.linear_attention.state_scan import Kernel
 from weft.ops.scan import Affine, Form, schedule
 from weft.ops.scan.gather import fold
 
@@ -61,6 +65,16 @@ class Baseline(torch.autograd.Function):
         arrived = _travel(call, kernel, name, blocks, arrived if name == "lasp" else None)
         dq, dk, dv, dg, _ = kernel.finish(arrived)
         return dq, dk, dv, dg, None, None, None, None
+
+
+def fla(module: str, name: str) -> Callable[..., Any] | None:
+    """An operation of flash-linear-attention, if that is installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def _receive(call: Call, q: Tensor, v: Tensor) -> Tensor | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.bench.attention import context_parallel
-from weft.bench.attention.context_parallel import Baseline, options_for
+from weft.bench.attention import baselines
+from weft.bench.attention.baselines import Baseline, options_for
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
 from weft.bench.world import RankPool, by_case, take_samples
@@ -109,17 +109,15 @@ def _cases(axis: Axis, tokens: int) -> dict[str, Case]:
 
     cases: dict[str, Case] = {ALONE.format(axis.size): one_process}
     for layout in local:
-        cases[BOUND.format(layout)] = baseline(context_parallel.local, layout)
+        cases[BOUND.format(layout)] = baseline(baselines.local, layout)
     for method in ("gather", "ring"):
         for layout in local:
             cases[f"weft {method}, {layout}"] = weft_by(method, layout)
     if KV_HEADS % axis.size == 0:
         cases["weft ulysses (as Ulysses), contiguous"] = weft_by("ulysses", "contiguous")
-    cases["strided all-gather, blocking ends, contiguous"] = baseline(
-        context_parallel.strided, "contiguous", (1,) * KV_HEADS
-    )
-    cases["ring, contiguous"] = baseline(context_parallel.ring, "contiguous")
-    cases["zigzag ring"] = baseline(context_parallel.ring, "zigzag")
+    cases["strided all-gather, blocking ends, contiguous"] = baseline(baselines.strided, "contiguous", (1,) * KV_HEADS)
+    cases["ring, contiguous"] = baseline(baselines.ring, "contiguous")
+    cases["zigzag ring"] = baseline(baselines.ring, "zigzag")
     return cases
 
 

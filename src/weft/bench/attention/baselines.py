@@ -21,10 +21,8 @@ from torch import Tensor
 from weft.comm import Axis, Pending
 from weft.ops.attention.blockwise import KVSchedule, backward_by_blocks, forward_by_blocks
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
-from weft.ops.attention.options import Options
-from weft.ops.attention.plan import KeySpan
-from weft.ops.sequence import Sequence
-from weft.ops.sequence.sequence import resolve
+from weft.ops.attention.plan import KeySpan, Options
+from weft.ops.sequence.layout import Sequence, resolve
 
 
 class Baseline(torch.autograd.Function):
@@ -42,7 +40,7 @@ class Baseline(torch.autograd.Function):
             else Sequence(axis, options.layout, lengths, bounds)
         )
         plan = options.plan(where)
-        out, _, saved = forward_by_blocks(schedule, options, call, plan, q, k, v, started=None)
+        out, _, saved = forward_by_blocks(schedule, options, call, plan, q, k, v, begun=None)
         ctx.save_for_backward(*saved)
         ctx.how = options, axis, schedule, plan
         return out
@@ -82,14 +80,14 @@ def _everything(kv: KVExchange) -> tuple[list[KeySpan], list[int]]:
 def strided(kv: KVExchange) -> Iterator[KVBlock]:
     """All-gather a few heads, compute them; reduce their gradients while the next are computed."""
     spans, begins = _everything(kv)
-    ends = list(accumulate(kv.strides))
-    steps = [slice(end - width, end) for end, width in zip(ends, kv.strides, strict=True)]
+    assert kv.strides is not None
+    steps = [slice(end - width, end) for end, width in zip(accumulate(kv.strides), kv.strides, strict=True)]
     mine = ((0, kv.k.shape[1]),)
 
     def fetch(heads: slice) -> tuple[Pending[None], Tensor]:
         width = heads.stop - heads.start
-        whole = kv.shape(kv.room(begins[-1], width), begins[-1], width)
-        own = kv.pack(kv.room(kv.k.shape[1], width), mine, heads)
+        whole = kv.view(kv.buffer(begins[-1], width), begins[-1], width)
+        own = kv.pack(kv.buffer(kv.k.shape[1], width), mine, heads)
         whole[begins[kv.rank] : begins[kv.rank + 1]] = own
         incoming = [(other, whole[begins[other] : begins[other + 1]]) for other in kv.call.others]
         return kv.call.exchange([(other, own) for other in kv.call.others], incoming), whole
@@ -124,13 +122,13 @@ def ring(kv: KVExchange) -> Iterator[KVBlock]:
     size, rank, tokens = kv.call.size, kv.rank, kv.k.shape[1]
     heads, whole = slice(0, kv.kv_heads), ((0, tokens),)
     after, before = (rank + 1) % size, (rank - 1) % size
-    keys = kv.pack(kv.room(tokens, kv.kv_heads), whole, heads)
+    keys = kv.pack(kv.buffer(tokens, kv.kv_heads), whole, heads)
     arriving: tuple[Pending[None], Tensor] | None = None
     for hop in range(size):
         owner = (rank - hop) % size
         if hop + 1 < size:
-            box = torch.empty_like(keys)
-            flying = kv.call.exchange([(after, keys)], [(before, box)])
+            received = torch.empty_like(keys)
+            pending_keys = kv.call.exchange([(after, keys)], [(before, received)])
         own = torch.zeros_like(keys, dtype=kv.grad_dtype) if kv.is_backward else None
         yield kv.block(keys, kv.plan.place(owner, whole), heads, own)
         if own is not None:
@@ -140,8 +138,8 @@ def ring(kv: KVExchange) -> Iterator[KVBlock]:
             grads = torch.empty_like(own)
             arriving = kv.call.exchange([(after, own)], [(before, grads)]), grads
         if hop + 1 < size:
-            flying.wait()
-            keys = box
+            pending_keys.wait()
+            keys = received
     if arriving is not None:  # the sums are back at their owner
         pending, sums = arriving
         pending.wait()
@@ -152,7 +150,7 @@ def local(kv: KVExchange) -> Iterator[KVBlock]:
     """All keys at once, and nothing sent: what stands in for the others' is this rank's own."""
     spans, begins = _everything(kv)
     heads = slice(0, kv.kv_heads)
-    keys = kv.shape(kv.room(begins[-1], kv.kv_heads), begins[-1], kv.kv_heads)
+    keys = kv.view(kv.buffer(begins[-1], kv.kv_heads), begins[-1], kv.kv_heads)
     for begin, end in pairwise(begins):
         kv.pack(keys[begin:end].view(-1), ((0, min(end - begin, kv.k.shape[1])),), heads)
     grads = torch.zeros_like(keys, dtype=kv.grad_dtype) if kv.is_backward else None

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from weft.bench.report import Column, Layout, Report
-from weft.bench.scan import handwritten
+from weft.bench.scan import baselines
 from weft.bench.timing import take_turns
 from weft.bench.world import RankPool, by_case, take_samples
 from weft.comm import Axis, Ledger, record
 from weft.comm.dist import DistWire
 from weft.ops.scan import METHODS, Form, exclusive_scan
-from weft.ops.scan.pipeline import default_blocks
 
 SIZES = ((4, 32, 32), (8, 64, 64), (16, 128, 128))  # heads, K, V: 16 KiB, 128 KiB and 1 MiB of fp32 state
 
@@ -93,11 +92,11 @@ def sample(axis: Axis, shape: tuple[int, ...], calls: int, turn: int) -> dict[st
     """One interleaved sample of every method and of its hand-written version."""
     state, log = _inputs(axis.rank, shape)
     assert isinstance(axis.wire, DistWire)
-    line = handwritten.Line(axis.wire.group)
-    blocks = default_blocks(Form.of(state))
+    line = baselines.Line(axis.wire.group)
+    blocks = Form.of(state).default_blocks
     cases = {}
     for method in METHODS:
         cases[method] = lambda method=method: exclusive_scan(state, log_decay=log, group=axis, method=method)
-        if method in handwritten.METHODS:
-            cases[f"{method} by hand"] = lambda method=method: handwritten.scan(line, method, state, log, blocks)
+        if method in baselines.METHODS:
+            cases[f"{method} by hand"] = lambda method=method: baselines.scan(line, method, state, log, blocks)
     return take_turns(axis, cases, calls, turn)
