@@ -20,7 +20,7 @@ from weft.comm.wire import SoloWire
 from weft.ops.embedding import BigramHashEmbedding, ShardedEmbedding
 from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
 from weft.parallel.wrappers import axis_of_ranks, make_zero_adamw, wrap_with_ddp
-from weft.world import Machine
+from weft.world import Machine, VirtualWorld
 
 _LR = 1e-3
 _PEAK_STEPS = 3
@@ -163,7 +163,7 @@ class Run:
         """What is measured: from ids and gradients to new weights and no gradients; ``tune``: find orders for it."""
         self.differentiate(batch)
         if tune is not None and self.overlapped is not None:
-            self.overlapped.tune(tune, show=False)
+            self.overlapped.tune(VirtualWorld(self.axis.size, tune), show=False)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.ops.embedding import RowTable
 from weft.optim.owners import Averaged, Replicated, Role, Sharded
-from weft.optim.step.verdict import gather_verdict
+from weft.optim.step.compare import gather_verdict
 from weft.parallel.dtensor import is_dtensor, local_of, mesh_axes
 
 

@@ -19,10 +19,9 @@ from weft.optim.matrix.placement import find_cut_fault, find_parameter_fault, fi
 from weft.optim.matrix.plan import VARIANTS, Plan, Planner, counts_here, in_waves
 from weft.optim.matrix.settings import Settings, find_group_fault
 from weft.optim.matrix.step import Task, Wave, find_late_change
-from weft.optim.step.group_faults import find_option_fault, first_group_fault, list_params
-from weft.optim.step.part import Examined, StepPart, find_listed_twice
-from weft.optim.step.saved_state import agree_to_load, find_state_fault, first_count, take_apart
-from weft.optim.step.verdict import gather_verdict, join_faults
+from weft.optim.step.compare import Examined, gather_verdict, join_faults
+from weft.optim.step.part import StepPart, find_listed_twice, find_option_fault, first_group_fault, list_params
+from weft.optim.step.state import agree_to_load, find_state_fault, first_count, take_apart
 from weft.parallel.dtensor import local_gradient
 
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, show
-from weft.optim.step.group_faults import find_kind_fault
-from weft.optim.step.verdict import join_faults
+from weft.optim.step.compare import join_faults
+from weft.optim.step.part import find_kind_fault
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
 ALGORITHMS = ("rekls", "adamw")

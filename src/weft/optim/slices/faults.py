@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.ops.embedding import RowTable
-from weft.optim.step.group_faults import find_kind_fault, first_group_fault
-from weft.optim.step.part import find_listed_twice
-from weft.optim.step.verdict import join_faults
+from weft.optim.step.compare import join_faults
+from weft.optim.step.part import find_kind_fault, find_listed_twice, first_group_fault
 from weft.parallel.dtensor import is_dtensor
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
 from weft.comm import Axis, Ledger, Pending
-from weft.optim.step.orders import Orders
+from weft.optim.step.orders import Orders, Unit, send_in_order, work_in_order
 from weft.optim.step.record import StepRecord, part_of
-from weft.optim.step.run import Unit, send_in_order, work_in_order
 
 Sizes = list[tuple[int, int]]  # (rank in the world, bytes)
 
@@ -101,8 +100,9 @@ class TimedWire(Protocol):
         ...
 
 
+@runtime_checkable
 class World(Protocol):
-    """A `weft.world.VirtualWorld` with a machine."""
+    """What a step is replayed in: a `weft.world.VirtualWorld` with a machine."""
 
     size: int
     machine: Any
