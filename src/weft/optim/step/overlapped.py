@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -81,9 +80,7 @@ class OverlappedStep(torch.optim.Optimizer):
                     part.cut(bucket_bytes)
                 part.collect_late()
             # What all parts have: schedulers look there whether momentum can be cycled by betas.
-            common = {
-                name: value for name, value in parts[0].defaults.items() if all(name in p.defaults for p in parts)
-            }
+            common = {name: one for name, one in parts[0].defaults.items() if all(name in p.defaults for p in parts)}
             super().__init__([group for part in parts for group in part.param_groups], common)
             self._refresh()
             self._rank = self.axes[-1].rank if self.axes else 0
@@ -115,12 +112,8 @@ class OverlappedStep(torch.optim.Optimizer):
             wanted = [p for p in parameters_of(self) if p.requires_grad]
             self._early.arm(self._orders.sort(self.units)[0], wanted if self._expected is None else self._expected)
 
-    def _make_run(self, dry_run: bool = False) -> StepRun:
-        record = StepRecord(self._clock(), self._rank)
-        return StepRun("OverlappedStep", self.parts, record, dry_run, (self._clip, self._on_nonfinite))
-
-    def _clock(self) -> Callable[[], float]:
-        return self.axes[0].wire.clock if self.axes else time.perf_counter
+    def _make_run(self, *, dry_run: bool = False) -> StepRun:
+        return StepRun("OverlappedStep", self.parts, (self._clip, self._on_nonfinite), dry_run=dry_run)
 
     # The step.
 
@@ -135,39 +128,31 @@ class OverlappedStep(torch.optim.Optimizer):
         """One step in some orders; None for ``on_nonfinite``: a dry run, which changes nothing."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scatter, work = orders.sort(self.units)
-        dry_run, sent = on_nonfinite is None, None
-        if self._early is not None and not dry_run:
-            run, sent = self._early.take()
-        else:
-            run = self._make_run(dry_run)
-        record = self._last = run.record
-        clock = self._clock()
-        record.began = clock()
+        early = self._early if on_nonfinite is not None else None
+        run, sent = early.take() if early is not None else (self._make_run(dry_run=on_nonfinite is None), [])
+        self._last = run.record
         try:
-            if self._early is None or sent is None:
-                self._expected = run.start(scatter, found_inf)
-                self.norm = run.work(work, self._clip, grad_scale)
-            else:
-                scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
-                fault = self._early.find_fault(self.parts, scaler, self._rank)
-                self._expected, self.norm = run.work_on_sent(
-                    sent, scatter, work, self._clip, grad_scale, found_inf, fault
-                )
-            reason = run.finish(on_nonfinite)
-            if reason is None and not dry_run:
-                self._committed = dict(record.committed)
+            with run.record.stepping():
+                if early is None:
+                    self._expected = run.start(scatter, found_inf)
+                    self.norm = run.work(work, self._clip, grad_scale)
+                else:
+                    scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
+                    fault = early.find_fault(self.parts, scaler, self._rank)
+                    self._expected, self.norm = run.work_on_sent(
+                        sent, scatter, work, self._clip, grad_scale, found_inf, fault
+                    )
+                reason = run.finish(on_nonfinite)
+            if reason is None and on_nonfinite is not None:
+                self._committed = dict(run.record.committed)
         finally:
-            record.ended = clock()
             self._arm()
         return reason
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """With ``overlap_backward``: backwards in here accumulate gradients and send none, but those of tables."""
-        if self._early is None:
-            yield
-            return
-        with self._early.paused():
+        with nullcontext() if self._early is None else self._early.paused():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:

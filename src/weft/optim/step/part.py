@@ -78,7 +78,7 @@ class StepPart(PartVerbs):
     def start(self) -> None:
         """Compare gradients over the ranks, then start them to their owners. Do not touch them until `finish`."""
         self._expect("start")
-        run = StepRun(type(self).__name__, {type(self).__name__: self}, settings=(self._clip, self._on_nonfinite))
+        run = StepRun(type(self).__name__, {type(self).__name__: self}, (self._clip, self._on_nonfinite))
         run.start(self._units(), getattr(self, "found_inf", None))
         self._run, self._next = run, "work"
 

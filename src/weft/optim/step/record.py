@@ -78,6 +78,15 @@ class StepRecord:
         self.began: float | None = None
         self.ended: float | None = None
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the step, without what left in the backward."""
+        self.began = self._clock()
+        try:
+            yield
+        finally:
+            self.ended = self._clock()
+
     def of(self, unit: str) -> UnitRecord:
         return self.units.setdefault(unit, UnitRecord())
 
@@ -105,19 +114,21 @@ class StepRecord:
         start = self._clock()
         with record() as ledger:
             yield
-        end = self._clock()
+        end = self._note(f"work: {unit}", start)
         mine.returns.events += ledger.events
-        waited = sum(event.waited for event in pending + ledger.events)
-        mine.seconds += max(0.0, end - start - waited)
-        self.work.append(Event(f"work: {unit}", self._rank, start=start, end=end, lane="work"))
+        mine.seconds += max(0.0, end - start - sum(event.waited for event in pending + ledger.events))
+
+    def _note(self, what: str, start: float) -> float:
+        """Work until now, for the trace."""
+        end = self._clock()
+        self.work.append(Event(what, self._rank, start=start, end=end, lane="work"))
+        return end
 
     @contextmanager
     def examining(self) -> Iterator[None]:
         start = self._clock()
         yield
-        end = self._clock()
-        self.examined += end - start
-        self.work.append(Event("examine", self._rank, start=start, end=end, lane="work"))
+        self.examined += self._note("examine", start) - start
 
     @contextmanager
     def committing(self, part: str) -> Iterator[None]:
@@ -125,9 +136,8 @@ class StepRecord:
                    for event in unit.sends.events + unit.returns.events if event.end is None]  # fmt: skip
         start = self._clock()
         yield
-        end = self._clock()
+        end = self._note(f"commit: {part}", start)
         self.committed[part] = max(0.0, end - start - sum(event.waited for event in pending))
-        self.work.append(Event(f"commit: {part}", self._rank, start=start, end=end, lane="work"))
 
     @contextmanager
     def gathering(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,13 +55,8 @@ class StepRun:
     """
 
     def __init__(
-        self,
-        label: str,
-        parts: Mapping[str, PartVerbs],
-        record: StepRecord | None = None,
-        dry_run: bool = False,
-        settings: object = None,
-    ) -> None:
+        self, label: str, parts: Mapping[str, PartVerbs], settings: object, *, dry_run: bool = False
+    ) -> None:  # fmt: skip
         """A ``dry_run`` changes nothing, whatever comes out. ``settings``: of the step, the same on every rank."""
         self._settings = settings
         self._label, self._parts, self._dry_run = label, dict(parts), dry_run
@@ -71,7 +67,7 @@ class StepRun:
         self._begun = False  # whether parts have something to commit
         self._names: list[str] = []  # of all parts' parameters
         self._part_of: list[PartVerbs] = []
-        self.record = record or StepRecord()
+        self.record = StepRecord(self._axes[0].wire.clock if self._axes else time.perf_counter, self._rank)
 
     @outside_autocast()
     def begin(self, present: Sequence[Tensor]) -> None:
