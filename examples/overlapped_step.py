@@ -55,5 +55,5 @@ def train(axis: weft.Axis, steps: int = 80) -> tuple[list[float], str]:
 
 
 if __name__ == "__main__":
-    for rank, (losses, told) in enumerate(weft.launch(train, 2)):
-        print(f"rank {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f}\n{told}")
+    for rank, (losses, explained) in enumerate(weft.launch(train, 2)):
+        print(f"rank {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f}\n{explained}")

@@ -139,5 +139,5 @@ def run_example(axis: weft.Axis, path: str) -> tuple[list[float], str]:
 def test_the_example_learns(two: ProcessWorld) -> None:
     path = Path(__file__).parents[2] / "examples" / "overlapped_step.py"
     assert len(path.read_text().splitlines()) < 60
-    for losses, told in two.run(run_example, str(path)):
-        assert losses[-1] < 0.75 * losses[0] and "RowAdam" in told and "exposed" in told
+    for losses, explained in two.run(run_example, str(path)):
+        assert losses[-1] < 0.75 * losses[0] and "RowAdam" in explained and "exposed" in explained

@@ -104,10 +104,11 @@ class Examined:
             joined.fault = joined.fault or one.fault
         return joined
 
-    def alike_over(self, axis: Axis) -> list[Tensor]:
-        """The gradients that must be the same over the ranks of an axis."""
+    def norm_over(self, axis: Axis) -> float:
+        """The norm of the gradients that must be the same over the ranks of an axis."""
         pairs = zip(self.grads, self.alike, strict=True)
-        return [grad for grad, one in pairs if one is axis and grad is not None and grad.numel()]
+        grads = [grad for grad, one in pairs if one is axis and grad is not None and grad.numel()]
+        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def compare_gradients(optimizer: str, examined: Examined, axes: Sequence[Axis], 
     fault = examined.fault or _find_sparse(optimizer, grads, names, axes[-1].rank if axes else 0)
     bad = 0 if fault else _first_nonfinite(grads)
     alike = [axis for axis in axes if any(axis is one for one in examined.alike)]
-    norms = [0.0 if fault else _norm(examined.alike_over(axis)) for axis in alike]
+    norms = [0.0 if fault else examined.norm_over(axis) for axis in alike]
     # found_inf, 1 + the parameter that is not finite, its rank on each axis; norms; bits of all ranks; bits of any
     head = [int(found_inf), bad, *(axis.rank for axis in axes)]
     middle = [struct.unpack("q", struct.pack("d", norm))[0] for norm in norms]
@@ -179,10 +180,6 @@ def _first_nonfinite(grads: Sequence[Tensor | None]) -> int:
     if is_finite(*(grad for _, grad in there)):
         return 0
     return next(1 + index for index, grad in there if not is_finite(grad))
-
-
-def _norm(grads: Sequence[Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
 
 def _refuse_missing(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -149,11 +149,9 @@ class OverlappedStep(torch.optim.Optimizer):
             self._arm()
         return reason
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """With ``overlap_backward``: backwards in here accumulate gradients and send none, but those of tables."""
-        with nullcontext() if self._early is None else self._early.paused():
-            yield
+        return nullcontext() if self._early is None else self._early.paused()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. With ``overlap_backward`` all ranks must call it: what is under way is waited for and dropped."""

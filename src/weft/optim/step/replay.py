@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -76,16 +75,14 @@ class Profile:
         }
         return Profile(units, record.examined, dict(record.committed))
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
     @staticmethod
-    def from_text(text: str) -> Profile:
-        data = json.loads(text)
-        for unit in data["units"].values():
-            unit.update({side: [Hop(*hop) for hop in unit[side]] for side in ("sends", "returns")})
-        return Profile({name: UnitProfile(**unit) for name, unit in data["units"].items()}, data["examined"],
-                       data["committed"])  # fmt: skip
+    def read(saved: dict[str, Any]) -> Profile:
+        """Of what ``asdict`` gives, as JSON brings it back."""
+        units = {
+            name: UnitProfile(**{**unit, **{side: [Hop(*hop) for hop in unit[side]] for side in ("sends", "returns")}})
+            for name, unit in saved["units"].items()
+        }
+        return Profile(units, saved["examined"], saved["committed"])
 
 
 class TimedWire(Protocol):

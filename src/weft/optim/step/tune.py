@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from weft.comm import Axis
@@ -119,11 +119,11 @@ def _own_number(axes: Sequence[Axis]) -> int:
 
 def gather_profiles(axes: Sequence[Axis], mine: Profile) -> dict[int, Profile]:
     """Every rank's profile, by its number: gathered along one axis after the other."""
-    known = {str(_own_number(axes)): mine.to_text()}
+    known: dict[str, Any] = {str(_own_number(axes)): asdict(mine)}
     for axis in axes:
         for text in share_text(axis, "OverlappedStep.tune", json.dumps(known)):
             known.update(json.loads(text))
-    return {int(number): Profile.from_text(text) for number, text in known.items()}
+    return {int(number): Profile.read(saved) for number, saved in known.items()}
 
 
 def search(world: World, profiles: dict[int, Profile], present: Orders, fixed: set[str], tries: int) -> list[Tried]:
@@ -133,16 +133,14 @@ def search(world: World, profiles: dict[int, Profile], present: Orders, fixed: s
     """
     tried: dict[Orders, Tried] = {}
 
-    def attempt(name: str, orders: Orders) -> float:
+    def attempt(name: str, orders: Orders) -> None:
         if orders not in tried:
             tried[orders] = Tried(name, orders, replay(world, profiles, orders))
-        return tried[orders].predicted
 
     for name, orders in _by_rules(world, profiles, present, fixed).items():
         if len(tried) < tries:
             attempt(name, orders)
-    draw = random.Random(0)
-    stuck = 0
+    draw, stuck = random.Random(0), 0
     while len(tried) < tries and stuck < 4 * tries:
         least = min(one.predicted for one in tried.values())
         best = draw.choice([one for one in tried.values() if one.predicted <= 1.001 * least])  # to leave a plateau
