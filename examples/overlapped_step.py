@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import weft
 
-TOKENS = 64
+TOKENS, MACHINE = 64, weft.world.Machine(latency=50e-6, bandwidth=1e9)
 
 
 class Model(nn.Module):
@@ -48,12 +48,12 @@ def train(axis: weft.Axis, steps: int = 80) -> tuple[list[float], str]:
         losses.append(loss.item())
         loss.backward()
         if number == 3:
-            step.tune(weft.world.Machine(latency=50e-6, bandwidth=1e9), show=False)
+            step.tune(weft.world.VirtualWorld(axis.size, MACHINE), show=False)
         step.step()
         step.zero_grad()
     return losses, str(step.explain())
 
 
 if __name__ == "__main__":
-    for rank, (losses, told) in enumerate(weft.launch(train, 2)):
-        print(f"rank {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f}\n{told}")
+    for rank, (losses, explained) in enumerate(weft.launch(train, 2)):
+        print(f"rank {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f}\n{explained}")

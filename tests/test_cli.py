@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from weft.bench.matrix.quality import RATES
-from weft.bench.step import step_orders
+from weft.bench.step import orders as step_orders
+from weft.bench.step.runs import Run, Sizes
 from weft.bench.step.step import methods_on
-from weft.bench.step.step_runs import Run, Sizes
 from weft.cli import main
 from weft.comm import Axis
 from weft.ops.linear_attention.fused.ahead import Shape, compile_for, launches

@@ -334,19 +334,21 @@ def test_explain_adds_up_to_the_ledger(tmp_path: Path) -> None:
         with weft.record() as ledger:
             (model.table(torch.arange(9)).sum() + model.second(torch.arange(9)).sum()).backward()
             optimizer.step()
-        told = optimizer.explain()
+        explained = optimizer.explain()
         if axis.rank == 0:
-            told.save_trace(tmp_path / "step.json")
+            explained.save_trace(tmp_path / "step.json")
         pulls = sum(e.bytes_sent for e in ledger.events if e.operation in ("embedding", "embedding.pull"))
         pulls += sum(e.bytes_sent for e in ledger.events if e.operation.startswith("embedding.metadata"))
-        return told, ledger.bytes_sent - pulls, str(told)
+        return explained, ledger.bytes_sent - pulls, str(explained)
 
-    for told, sent, text in weft.world.VirtualWorld(3, machine).run(program).results:
-        rows = {row.part: row for row in told.rows}
+    for explained, sent, text in weft.world.VirtualWorld(3, machine).run(program).results:
+        rows = {row.part: row for row in explained.rows}
         assert list(rows) == ["RowAdam", "REKLS", "ShardedAdamW", "agreeing"]
-        assert sum(row.bytes_sent for row in told.rows) == sent and rows["RowAdam"].bytes_sent > 0
-        assert told.exposed + sum(row.work for row in told.rows) == pytest.approx(told.seconds, rel=0.35)
-        assert 0 < told.exposed < told.seconds and all(row.exposed <= row.under_way + 1e-12 for row in told.rows)
+        assert sum(row.bytes_sent for row in explained.rows) == sent and rows["RowAdam"].bytes_sent > 0
+        assert explained.exposed + sum(row.work for row in explained.rows) == pytest.approx(explained.seconds, rel=0.35)
+        assert 0 < explained.exposed < explained.seconds and all(
+            row.exposed <= row.under_way + 1e-12 for row in explained.rows
+        )
         assert "exposed ms" in text and "ShardedAdamW" in text
     names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
     assert {"work: REKLS.0", "embedding.push", "REKLS.to_owners", "ShardedAdamW.from_owners"} <= names

@@ -84,9 +84,8 @@ def tuned(axis: weft.Axis, early: bool) -> tuple[list[Tensor], Orders, list[floa
         backward(model, axis, step, 1)
         if step == 1:
             before = [value.clone() for state in optimizer.state.values() for value in state.values()]
-            tuning = optimizer.tune(
-                weft.world.Machine(latency=1e-5, bandwidth=1e9), tries=12, measure=2, show=axis.rank == 1
-            )
+            world = weft.world.VirtualWorld(axis.size, weft.world.Machine(latency=1e-5, bandwidth=1e9))
+            tuning = optimizer.tune(world, tries=12, measure=2, show=axis.rank == 1)
             after = [value for state in optimizer.state.values() for value in state.values()]
             same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
         optimizer.step()
@@ -140,5 +139,5 @@ def run_example(axis: weft.Axis, path: str) -> tuple[list[float], str]:
 def test_the_example_learns(two: ProcessWorld) -> None:
     path = Path(__file__).parents[2] / "examples" / "overlapped_step.py"
     assert len(path.read_text().splitlines()) < 60
-    for losses, told in two.run(run_example, str(path)):
-        assert losses[-1] < 0.75 * losses[0] and "RowAdam" in told and "exposed" in told
+    for losses, explained in two.run(run_example, str(path)):
+        assert losses[-1] < 0.75 * losses[0] and "RowAdam" in explained and "exposed" in explained

@@ -40,7 +40,7 @@ def test_a_replay_takes_as_long_as_the_step() -> None:
         step, parameters = matrices(axis, work_order=order)
         give(parameters, axis.rank)
         step.step()
-        tuning = step.tune(MACHINE, tries=1, show=False)
+        tuning = step.tune(weft.world.VirtualWorld(4, MACHINE), tries=1, show=False)
         assert tuning.orders == step.orders
         before = axis.wire.clock()
         step.step()
@@ -61,7 +61,7 @@ def test_a_tuned_step_is_faster_in_virtual_time() -> None:
     def program(axis: weft.Axis, tuned: bool) -> tuple[float, Tuning | None, list[Tensor]]:
         step, parameters = matrices(axis)
         give(parameters, axis.rank)
-        tuning = step.tune(slow, tries=40, show=False) if tuned else None
+        tuning = step.tune(weft.world.VirtualWorld(4, slow), tries=40, show=False) if tuned else None
         before = axis.wire.clock()
         step.step()
         return axis.wire.clock() - before, tuning, [p.detach() for p in parameters]
@@ -90,7 +90,7 @@ def test_orders_of_one_long_and_one_short_unit() -> None:
         0: Profile({"long": long, "short": short}),
         1: Profile(dict(zip(("long", "short"), other, strict=True))),
     }
-    world = weft.world.Machine(latency=0.0, bandwidth=1000.0).world(2)
+    world = weft.world.VirtualWorld(2, weft.world.Machine(latency=0.0, bandwidth=1000.0))
     assert replay(world, profiles, Orders(("long", "short"), ("long", "short"))) == pytest.approx(8.0, rel=0.01)
     assert replay(world, profiles, Orders(("short", "long"), ("short", "long"))) == pytest.approx(5.0, rel=0.01)
     assert replay(world, profiles, Orders(("short", "long"), ("short", "long")), naive=True) == pytest.approx(
@@ -121,12 +121,16 @@ def test_what_tune_refuses() -> None:
     model = Mixed(axis)
     optimizer = overlapped(model, axis)
     backward(model, axis, 0, 1)
-    with pytest.raises(ValueError, match="needs a Machine, or a VirtualWorld with one and 1 ranks, got 2 ranks"):
+    with pytest.raises(ValueError, match="needs a virtual world with a machine and 1 ranks, got 2 ranks"):
         optimizer.tune(weft.world.VirtualWorld(2, MACHINE))
-    with pytest.raises(ValueError, match="and machine=None"):
+    with pytest.raises(ValueError, match=r"and machine=None; pass weft.world.VirtualWorld\(1, machine\)"):
         optimizer.tune(weft.world.VirtualWorld(1))
+    for other in (MACHINE, 3, None):
+        words = r"takes a virtual world, got .*; pass weft.world.VirtualWorld\(1, machine\)"
+        with pytest.raises(TypeError, match=words):
+            optimizer.tune(other)
     with pytest.raises(ValueError, match="tries and measure must be at least 1, got 0 and 3"):
-        optimizer.tune(MACHINE, tries=0)
+        optimizer.tune(weft.world.VirtualWorld(1, MACHINE), tries=0)
     model.net[0].weight.grad[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match=r"tune\(\) needs a step that can be made, but the gradient of parameter 0"):
-        optimizer.tune(MACHINE)
+        optimizer.tune(weft.world.VirtualWorld(1, MACHINE))

@@ -104,7 +104,7 @@ def bench_step(
     check_at_least(0, warm_steps=warm_steps)
     check_file("--json", json)
     from weft.bench.step import step
-    from weft.bench.step.step_runs import Sizes
+    from weft.bench.step.runs import Sizes
     from weft.bench.suite import run_on_ranks
     from weft.world import Machine
 
@@ -130,11 +130,11 @@ def bench_step_orders(tries: int = 64, json: Path | None = None) -> None:
     check_at_least(1, tries=tries)
     check_file("--json", json)
     from weft.bench.report import Report, describe_machine
-    from weft.bench.step import step_orders
+    from weft.bench.step import orders
     from weft.bench.suite import measure
 
-    report = Report(step_orders.layouts(), json, True, describe_machine(bench="step-orders", tries=tries))
-    measure(report, lambda: step_orders.run(report, tries))
+    report = Report(orders.layouts(), json, True, describe_machine(bench="step-orders", tries=tries))
+    measure(report, lambda: orders.run(report, tries))
 
 
 def bench_train(

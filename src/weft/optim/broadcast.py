@@ -56,9 +56,9 @@ def broadcast_parameters(
         packed = [one.contiguous() for one in filled]
         exchange_coalesced(call, [(rank, packed) for rank in call.others], []).wait()
         return
-    room = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in filled]
-    exchange_coalesced(call, [], [(source, room)]).wait()
-    for one, value in zip(filled, room, strict=True):
+    received = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in filled]
+    exchange_coalesced(call, [], [(source, received)]).wait()
+    for one, value in zip(filled, received, strict=True):
         one.copy_(value)
 
 
@@ -88,9 +88,9 @@ def _find_shared(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     cut = [one for one in tensors if is_dtensor(one)]
     if not cut:
         return tensors
-    told = axis.begin("broadcast_parameters.shards", metadata=[shard_place(one) for one in cut]).metadata.wait()
+    rows = axis.begin("broadcast_parameters.shards", metadata=[shard_place(one) for one in cut]).metadata.wait()
     left: set[int] = set()
-    for one, column in zip(cut, zip(*told, strict=True), strict=True):
+    for one, column in zip(cut, zip(*rows, strict=True), strict=True):
         if len(set(column)) not in (1, axis.size):
             raise ValueError(
                 f"broadcast_parameters: a DTensor {list(one.shape)} has {len(set(column))} different shards on the "

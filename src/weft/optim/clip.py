@@ -29,10 +29,7 @@ class _Options:
 @torch.no_grad()
 @outside_autocast()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale gradients so that their norm is at most ``max_norm``, as torch's does; returns the norm before.
 
@@ -47,11 +44,15 @@ def clip_grad_norm_(
     """
     name, rank = "clip_grad_norm_", Axis.of(None).rank
     listed = read(name, rank, lambda: _list(parameters, rank))
-    if isinstance(listed, Exception):  # whose ranks wait is not known: those of WORLD are told
+    if isinstance(listed, Exception):  # whose ranks wait is not known: it is raised on those of WORLD
         Axis.of(None).publish_fault(name, listed)
         raise listed
     tables = [table for table in (getattr(one, "row_table", None) for one in listed) if isinstance(table, RowTable)]
-    if fault := _find_fault(max_norm, norm_type, error_if_nonfinite, rank):
+    if fault := (
+        find_number_fault(name, "max_norm", max_norm, rank, allow="infinite", tensor=True)
+        or find_number_fault(name, "norm_type", norm_type, rank, allow="infinite")
+        or find_flag_fault(name, "error_if_nonfinite", error_if_nonfinite, rank)
+    ):
         axes = [axis for axis, _ in _by_axis(tables)]
         for axis in axes[1:]:
             axis.publish_fault(name, fault)
@@ -83,18 +84,8 @@ def _list(parameters: Any, rank: int) -> list[Tensor] | Exception:
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for number, one in enumerate(listed):
         if not isinstance(one, Tensor):
-            words = f"parameter {number} must be a tensor, got {kind_of(one)}"
-            return TypeError(f"clip_grad_norm_: {words} (rank {rank})")
+            return TypeError(f"clip_grad_norm_: parameter {number} must be a tensor, got {kind_of(one)} (rank {rank})")
     return listed
-
-
-def _find_fault(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, rank: int) -> Exception | None:
-    name = "clip_grad_norm_"
-    return (
-        find_number_fault(name, "max_norm", max_norm, rank, allow="infinite", tensor=True)
-        or find_number_fault(name, "norm_type", norm_type, rank, allow="infinite")
-        or find_flag_fault(name, "error_if_nonfinite", error_if_nonfinite, rank)
-    )
 
 
 def _by_axis(tables: list[RowTable]) -> list[tuple[Axis, list[RowTable]]]:

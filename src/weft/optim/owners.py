@@ -17,6 +17,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,13 +136,13 @@ class Owners:
 
         None for a piece that is not here. Pieces must not be changed until then.
         """
-        held = [piece if self._is_asked(route) else None for route, piece in zip(routes, pieces, strict=True)]
-        return Transfer([self._hop_to(name, level, routes) for level in range(len(self.axes))], held)
+        asked = [piece if self._is_asked(route) else None for route, piece in zip(routes, pieces, strict=True)]
+        return Transfer([partial(self._hop_to, name, level, routes) for level in range(len(self.axes))], asked)
 
     def scatter(self, name: str, routes: Sequence[Route], wholes: Sequence[Tensor | None]) -> Transfer:
         """Start whole tensors (None: of another owner) from their owners; ``wait()`` gives this rank's pieces."""
         levels = reversed(range(len(self.axes)))
-        return Transfer([self._hop_from(name, level, routes) for level in levels], list(wholes))
+        return Transfer([partial(self._hop_from, name, level, routes) for level in levels], list(wholes))
 
     def _is_asked(self, route: Route) -> bool:
         """Of ranks that have the same, only the one in the owner's row sends it."""
@@ -151,74 +152,67 @@ class Owners:
             if isinstance(role, Replicated)
         )
 
-    def _hop_to(self, name: str, level: int, routes: Sequence[Route]) -> Hop:
+    def _hop_to(self, name: str, level: int, routes: Sequence[Route], held: Held) -> Pending[Held]:
+        """Move pieces along one axis to the owners' place on it, where they are joined."""
         axis = self.axes[level]
+        sends: dict[int, list[Tensor]] = defaultdict(list)
+        receives: dict[int, list[Tensor]] = defaultdict(list)
+        parts: dict[int, list[Tensor]] = {}
+        for index, (route, piece) in enumerate(zip(routes, held, strict=True)):
+            role, owner = route.roles[level], route.owner[level]
+            if piece is None or isinstance(role, Replicated):
+                continue
+            if owner != axis.rank:
+                sends[owner].append(piece.contiguous())
+                continue
+            shape = tuple(piece.shape)
+            parts[index] = [
+                piece if rank == axis.rank else piece.new_empty(role.shape_on(rank, shape)) for rank in range(axis.size)
+            ]
+            for rank, part in enumerate(parts[index]):
+                if rank != axis.rank:
+                    receives[rank].append(part)
+        call = self._lines[level].begin(f"{name}.to_owners", _Options(level, len(routes)))
+        pending = exchange_coalesced(call, _filled(sends), _filled(receives))
 
-        def hop(held: Held) -> Pending[Held]:
-            sends: dict[int, list[Tensor]] = defaultdict(list)
-            receives: dict[int, list[Tensor]] = defaultdict(list)
-            parts: dict[int, list[Tensor]] = {}
-            for index, (route, piece) in enumerate(zip(routes, held, strict=True)):
-                role, owner = route.roles[level], route.owner[level]
-                if piece is None or isinstance(role, Replicated):
-                    continue
-                if owner != axis.rank:
-                    sends[owner].append(piece.contiguous())
-                    continue
-                shape = tuple(piece.shape)
-                parts[index] = [
-                    piece if rank == axis.rank else piece.new_empty(role.shape_on(rank, shape))
-                    for rank in range(axis.size)
-                ]
-                for rank, part in enumerate(parts[index]):
-                    if rank != axis.rank:
-                        receives[rank].append(part)
-            call = self._lines[level].begin(f"{name}.to_owners", _Options(level, len(routes)))
-            pending = exchange_coalesced(call, _filled(sends), _filled(receives))
+        def finish() -> Held:
+            pending.wait()
+            return [
+                _joined(route.roles[level], parts[index]) if index in parts
+                else piece if isinstance(route.roles[level], Replicated) else None
+                for index, (route, piece) in enumerate(zip(routes, held, strict=True))
+            ]  # fmt: skip
 
-            def finish() -> Held:
-                pending.wait()
-                return [
-                    _joined(route.roles[level], parts[index]) if index in parts
-                    else piece if isinstance(route.roles[level], Replicated) else None
-                    for index, (route, piece) in enumerate(zip(routes, held, strict=True))
-                ]  # fmt: skip
+        return Pending(finish)
 
-            return Pending(finish)
-
-        return hop
-
-    def _hop_from(self, name: str, level: int, routes: Sequence[Route]) -> Hop:
+    def _hop_from(self, name: str, level: int, routes: Sequence[Route], held: Held) -> Pending[Held]:
+        """Move what owners have along one axis to all of its ranks, cut where it is sharded over them."""
         axis = self.axes[level]
+        sends: dict[int, list[Tensor]] = defaultdict(list)
+        receives: dict[int, list[Tensor]] = defaultdict(list)
+        pieces: Held = [None] * len(routes)
+        for index, (route, whole) in enumerate(zip(routes, held, strict=True)):
+            if self.here[:level] != route.owner[:level]:
+                continue
+            role, owner = route.roles[level], route.owner[level]
+            if whole is None:
+                shape = role.shape_on(axis.rank, self._shape(route, level))
+                pieces[index] = piece = torch.empty(shape, dtype=route.dtype, device=route.device)
+                receives[owner].append(piece)
+                continue
+            cut = whole.split(role.sizes, role.dim) if isinstance(role, Sharded) else [whole] * axis.size
+            pieces[index] = cut[axis.rank]
+            for rank, piece in enumerate(cut):
+                if rank != axis.rank:
+                    sends[rank].append(piece.contiguous())
+        call = self._lines[level].begin(f"{name}.from_owners", _Options(level, len(routes)))
+        pending = exchange_coalesced(call, _filled(sends), _filled(receives))
 
-        def hop(held: Held) -> Pending[Held]:
-            sends: dict[int, list[Tensor]] = defaultdict(list)
-            receives: dict[int, list[Tensor]] = defaultdict(list)
-            pieces: Held = [None] * len(routes)
-            for index, (route, whole) in enumerate(zip(routes, held, strict=True)):
-                if self.here[:level] != route.owner[:level]:
-                    continue
-                role, owner = route.roles[level], route.owner[level]
-                if whole is None:
-                    shape = role.shape_on(axis.rank, self._shape(route, level))
-                    pieces[index] = piece = torch.empty(shape, dtype=route.dtype, device=route.device)
-                    receives[owner].append(piece)
-                    continue
-                cut = whole.split(role.sizes, role.dim) if isinstance(role, Sharded) else [whole] * axis.size
-                pieces[index] = cut[axis.rank]
-                for rank, piece in enumerate(cut):
-                    if rank != axis.rank:
-                        sends[rank].append(piece.contiguous())
-            call = self._lines[level].begin(f"{name}.from_owners", _Options(level, len(routes)))
-            pending = exchange_coalesced(call, _filled(sends), _filled(receives))
+        def finish() -> Held:
+            pending.wait()
+            return pieces
 
-            def finish() -> Held:
-                pending.wait()
-                return pieces
-
-            return Pending(finish)
-
-        return hop
+        return Pending(finish)
 
     def _shape(self, route: Route, level: int) -> tuple[int, ...]:
         """The shape of what lies in this rank's row before it is cut along the axis of ``level``."""
@@ -228,9 +222,9 @@ class Owners:
         return shape
 
 
-def _filled(parcels: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
-    """What is not empty, by rank."""
-    kept = ((rank, [tensor for tensor in tensors if tensor.numel()]) for rank, tensors in sorted(parcels.items()))
+def _filled(by_rank: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
+    """What is not empty, in rank order."""
+    kept = ((rank, [tensor for tensor in tensors if tensor.numel()]) for rank, tensors in sorted(by_rank.items()))
     return [(rank, tensors) for rank, tensors in kept if tensors]
 
 

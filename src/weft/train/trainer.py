@@ -175,7 +175,8 @@ class Trainer:
             # Gradients are averaged over the ranks that have other tokens; each has its part of a sum over all.
             (total * (self.mesh.tokens.size / self._tokens_of_step)).backward()
             if config.tune and self.done == config.tune:
-                self.step.tune(weft.world.Machine(latency=50e-6, bandwidth=1e9), show=False)
+                machine = weft.world.Machine(latency=50e-6, bandwidth=1e9)
+                self.step.tune(weft.world.VirtualWorld(self.mesh.world.size, machine), show=False)
             self.step.step()
             self.step.zero_grad()
             shown = float(loss.wait()) / self._tokens_of_step

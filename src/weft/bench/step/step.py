@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from weft.bench.report import Column, Layout, Report
-from weft.bench.step.step_runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample, set_up
+from weft.bench.step.runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample, set_up
 from weft.bench.world import RankPool
 from weft.world import Machine
 
@@ -84,12 +85,9 @@ def run(
 
 def _peaks(pool: RankPool, methods: list[Method], sizes: Sizes) -> dict[str, list[int | None]]:
     """Of every method; orders change nothing of it."""
-    found: dict[tuple[str, str], list[int | None]] = {}
-    for method in methods:
-        key = (method.kind.replace("tuned", "overlapped"), method.matrices)
-        if key not in found:
-            found[key] = pool.run(measure_peak, method, sizes)
-    return {method.name: found[method.kind.replace("tuned", "overlapped"), method.matrices] for method in methods}
+    alike = {one.name: replace(one, name="", kind=one.kind.replace("tuned", "overlapped")) for one in methods}
+    found = {one: pool.run(measure_peak, one, sizes) for one in dict.fromkeys(alike.values())}
+    return {name: found[one] for name, one in alike.items()}
 
 
 def _row(method: Method, samples: list[list[dict[str, Sample]]], peaks: list[int | None]) -> dict[str, Any]:
@@ -109,19 +107,19 @@ def _row(method: Method, samples: list[list[dict[str, Sample]]], peaks: list[int
     mine = turns(method.name)
     sent = [part.bytes_sent for part in mine[-1] if part.bytes_sent is not None]
     known = [peak for peak in peaks if peak is not None]
-    own = SEQUENCE.format("REKLS" if method.matrices == "rekls" else "AdamW")
+    of_weft = {
+        "to_sequence": faster_than(SEQUENCE.format("REKLS" if method.matrices == "rekls" else "AdamW")),
+        "ledger_megabytes": max(part.ledger_bytes for part in mine[-1]) / 1e6,
+        "exposed_milliseconds": 1e3 * statistics.median(max(part.exposed for part in turn) for turn in mine),
+    }
     return {
         "case": f"{method.ranks}",
         "method": method.name,
         "milliseconds": 1e3 * statistics.median(wall(method.name)),
-        "to_sequence": faster_than(own) if method.is_weft else None,
         "to_zero": faster_than(ZERO),
         "cpu_milliseconds": 1e3 * statistics.median(sum(part.cpu for part in turn) for turn in mine),
         "megabytes": max(sent) / 1e6 if sent else None,
-        "ledger_megabytes": max(part.told_bytes for part in mine[-1]) / 1e6 if method.is_weft else None,
-        "exposed_milliseconds": 1e3 * statistics.median(max(part.exposed for part in turn) for turn in mine)
-        if method.is_weft
-        else None,
         "peak_megabytes": max(known) / 1e6 if known else None,
         "samples": len(samples),
+        **(of_weft if method.is_weft else dict.fromkeys(of_weft)),
     }

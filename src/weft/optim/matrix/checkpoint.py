@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.optim.matrix.plan import Plan
 from weft.optim.owners import Held, Owners, Replicated, Role, Route, Sharded, Transfer
-from weft.optim.step.saved_state import first_count
+from weft.optim.step.state import first_count
 from weft.parallel.dtensor import (
     as_dtensor,
     has_process_group,

@@ -19,8 +19,9 @@ from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tenso
 from weft.optim.matrix.plan import Plan, Planner
 from weft.optim.matrix.rule import EigenError, Settings
 from weft.optim.owners import Held, Place, Transfer, is_finite
-from weft.optim.step.part import Examined, StepPart
-from weft.optim.step.saved_state import agree_to_load, find_state_fault, take_apart
+from weft.optim.step.compare import Examined
+from weft.optim.step.part import StepPart
+from weft.optim.step.state import agree_to_load, find_state_fault, take_apart
 from weft.parallel.dtensor import local_gradient, local_of
 
 MOST_BUCKETS = 4  # more messages than that hide little more

@@ -16,7 +16,7 @@ from weft.comm import Axis
 from weft.optim.matrix import exact, stable
 from weft.optim.matrix.rule import AdamW, Layout, Rule, Settings
 from weft.optim.owners import Averaged, Owners, Place, Replicated, Role, Route, Sharded
-from weft.optim.step.verdict import gather_verdict
+from weft.optim.step.compare import gather_verdict
 from weft.parallel.dtensor import is_dtensor, local_of, mesh_axes
 
 RULES: dict[str, Rule] = {"exact": exact, "stable": stable}

@@ -17,10 +17,9 @@ from weft.ops.embedding import RowTable
 from weft.optim.matrix.engine import MatrixOptimizer
 from weft.optim.matrix.plan import RULES, find_placements
 from weft.optim.matrix.rule import DECAY_METHODS
-from weft.optim.step.group_faults import find_kind_fault, find_option_fault, first_group_fault, list_params
-from weft.optim.step.part import find_listed_twice
-from weft.optim.step.saved_state import first_count
-from weft.optim.step.verdict import gather_verdict, join_faults
+from weft.optim.step.compare import gather_verdict, join_faults
+from weft.optim.step.part import find_kind_fault, find_listed_twice, find_option_fault, first_group_fault, list_params
+from weft.optim.step.state import first_count
 from weft.parallel.dtensor import is_dtensor
 
 

@@ -21,9 +21,9 @@ from weft.optim.rows.faults import MODES, check_moments, check_saved, find_group
 from weft.optim.rows.state import RowState
 from weft.optim.rows.steps import AdamStep, step_dense, step_rows
 from weft.optim.rows.update import RowUpdate
-from weft.optim.step.group_faults import first_group_fault
-from weft.optim.step.part import Examined, StepPart, call_closure
-from weft.optim.step.saved_state import OF_TORCH, first_count, keep_own_options, take_apart
+from weft.optim.step.compare import Examined
+from weft.optim.step.part import StepPart, call_closure, first_group_fault
+from weft.optim.step.state import OF_TORCH, first_count, keep_own_options, take_apart
 
 
 class RowAdam(StepPart):

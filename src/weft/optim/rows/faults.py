@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.comm.arguments import find_choice_fault
 from weft.ops.embedding import RowTable
-from weft.optim.step.group_faults import find_kind_fault
+from weft.optim.step.part import find_kind_fault
 
 MODES = ("exact", "lazy", "auto")
 

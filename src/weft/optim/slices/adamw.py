@@ -27,9 +27,9 @@ from weft.optim.slices.layout import (
     read_parameters,
 )
 from weft.optim.slices.state import check_slices, load_slices, save_slices
-from weft.optim.step.group_faults import find_option_fault, first_group_fault
-from weft.optim.step.part import Examined, StepPart
-from weft.optim.step.saved_state import (
+from weft.optim.step.compare import Examined
+from weft.optim.step.part import StepPart, find_option_fault, first_group_fault
+from weft.optim.step.state import (
     OF_TORCH,
     agree_to_load,
     find_state_fault,

@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from weft.comm import Axis
 from weft.ops.embedding import RowTable
 from weft.optim.owners import Averaged, Held, Route, Transfer
-from weft.optim.step.group_faults import find_kind_fault, first_group_fault
-from weft.optim.step.part import find_listed_twice
-from weft.optim.step.verdict import join_faults
+from weft.optim.step.compare import join_faults
+from weft.optim.step.part import find_kind_fault, find_listed_twice, first_group_fault
 from weft.parallel.dtensor import is_dtensor
 
 Range = tuple[int, int]  # of a flattened tensor: start, stop

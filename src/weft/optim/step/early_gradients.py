@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.optim.step.run import StepRun, Unit
+from weft.optim.step.orders import Unit
+from weft.optim.step.run import StepRun
+from weft.optim.step.verbs import PartVerbs, names_of, parameters_of
 from weft.parallel.dtensor import local_of
 
 _watched = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook
@@ -49,7 +51,7 @@ class EarlyGradients:
                 self._watch(parameter)
 
     def _watch(self, parameter: Tensor) -> None:
-        """Hear of a parameter's gradients. It has one step: a new one takes it over, a step that is gone lets it go."""
+        """Hook a parameter's gradients. It has one step: a new one takes it over, a step that is gone lets it go."""
         owner, handle = _watched.get(parameter, (None, None))
         if owner is not None and owner() is self:
             return
@@ -79,36 +81,37 @@ class EarlyGradients:
             return
         place = self._unit_of[parameter]
         if place < self._next:
-            return  # it has left: `find_fault` tells
+            return  # it has left: `find_fault` says so
         self._missing[place].discard(parameter)
         while self._next < len(self._scatter) and not self._missing[self._next]:
             self._leave()
 
-    def _leave(self) -> None:
+    def _begin(self) -> StepRun:
         if self._run is None:
             self._run = self._make_run()
             self._run.begin(self._expected)
+        return self._run
+
+    def _leave(self) -> None:
+        run = self._begin()
         unit = self._scatter[self._next]
         for parameter in unit.part.buckets()[unit.bucket]:
             grad = None if parameter.grad is None else local_of(parameter.grad)
             self._sent[parameter] = grad, 0 if grad is None else grad._version
-        self._run.send([unit])
+        run.send([unit])
         self._next += 1
 
     def take(self) -> tuple[StepRun, list[Tensor]]:
         """The run, all of whose units have left, and the parameters it was begun with."""
         while self._next < len(self._scatter):
             self._leave()
-        if self._run is None:  # there are no units
-            self._run = self._make_run()
-            self._run.begin(self._expected)
-        return self._run, self._expected
+        return self._begin(), self._expected
 
     @property
     def has_begun(self) -> bool:
         return self._run is not None
 
-    def find_fault(self, names: Callable[[Tensor], str], scaler: str | None, rank: int) -> Exception | None:
+    def find_fault(self, parts: Mapping[str, PartVerbs], scaler: str | None, rank: int) -> Exception | None:
         """Whether a gradient was changed after it had left.
 
         ``scaler``: whether a GradScaler has "unscaled" them, or will not and has "looked" at them: it then multiplies
@@ -120,8 +123,10 @@ class EarlyGradients:
                 continue
             same = now is not None and (scaler == "looked" or (local_of(now) is grad and grad._version == version))
             if not same or scaler == "unscaled":
+                names = {p: f"{own} ({part})" for part, one in parts.items()
+                         for p, own in zip(parameters_of(one), names_of(one), strict=True)}  # fmt: skip
                 return ValueError(
-                    f"OverlappedStep: the gradient of {names(parameter)} was changed after it had been sent in the "
+                    f"OverlappedStep: the gradient of {names[parameter]} was changed after it had been sent in the "
                     f"backward (rank {rank}); run all backwards but the last in no_sync(), clip with clip=, or use "
                     f"overlap_backward=False"
                 )

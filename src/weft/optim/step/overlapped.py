@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.optim.rows.adam import RowAdam
+from weft.comm.arguments import find_flag_fault, find_integer_fault, show
+from weft.optim.step.compare import gather_verdict
 from weft.optim.step.early_gradients import EarlyGradients
-from weft.optim.step.explain import Explanation
-from weft.optim.step.faults import check_parts, publish_fault
-from weft.optim.step.joined_state import join_states, read_orders, read_states
-from weft.optim.step.orders import Orders, list_units, name_parameter, name_parts
-from weft.optim.step.part import StepPart, call_closure
+from weft.optim.step.orders import Orders, list_units, name_parts
+from weft.optim.step.part import StepPart, call_closure, find_option_fault
 from weft.optim.step.record import StepRecord
-from weft.optim.step.run import StepRun, Unit, union_of_axes
-from weft.optim.step.saved_state import agree_to_load
+from weft.optim.step.replay import World
+from weft.optim.step.run import StepRun, union_of_axes
+from weft.optim.step.state import agree_to_load, join_states, read_orders, read_states
 from weft.optim.step.tune import Tuning, tune
-from weft.optim.step.verdict import gather_verdict
+from weft.optim.step.verbs import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class OverlappedStep(torch.optim.Optimizer):
         on_nonfinite: str = "raise",
     ) -> None:
         try:
-            check_parts(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
+            _check(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
             self.parts = name_parts(parts)
             self._given = scatter_order, work_order
             self._clip, self._on_nonfinite = None if clip is None else float(clip), on_nonfinite
@@ -81,19 +78,18 @@ class OverlappedStep(torch.optim.Optimizer):
             for part in parts:
                 if bucket_bytes is not None:
                     part.cut(bucket_bytes)
-                if isinstance(part, RowAdam):
-                    part.collect_late()
+                part.collect_late()
             # What all parts have: schedulers look there whether momentum can be cycled by betas.
-            common = {
-                name: value for name, value in parts[0].defaults.items() if all(name in p.defaults for p in parts)
-            }
+            common = {name: one for name, one in parts[0].defaults.items() if all(name in p.defaults for p in parts)}
             super().__init__([group for part in parts for group in part.param_groups], common)
             self._refresh()
-            self._rank = self._axes[-1].rank if self._axes else 0
+            self._rank = self.axes[-1].rank if self.axes else 0
             self._early = EarlyGradients(self._make_run) if overlap_backward else None
             self._arrange(None)
-        except Exception as error:
-            publish_fault(parts, error)
+        except Exception as error:  # ranks that go on wait for this one, making buckets anew or at the next step
+            given = [part for part in parts if isinstance(part, StepPart)] if isinstance(parts, tuple | list) else []
+            for axis in union_of_axes(given):
+                axis.publish_fault("OverlappedStep", error)
             raise
 
     # Orders.
@@ -105,24 +101,19 @@ class OverlappedStep(torch.optim.Optimizer):
 
     def _arrange(self, orders: Orders | None) -> None:
         """Take these orders, or those that were given."""
-        self._units = list_units(self.parts)
+        self.units = list_units(self.parts)
         if orders is None:
-            orders = Orders.read(*self._given, self._units, early=self._early is not None)
+            orders = Orders.read(*self._given, self.units, early=self._early is not None)
         self._orders = orders
         self._arm()
 
     def _arm(self) -> None:
         if self._early is not None:
-            wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            expected = self._expected if self._expected is not None else wanted
-            self._early.arm(self._orders.sort_scatter(self._units), expected)
+            wanted = [p for p in parameters_of(self) if p.requires_grad]
+            self._early.arm(self._orders.sort(self.units)[0], wanted if self._expected is None else self._expected)
 
-    def _make_run(self, dry_run: bool = False) -> StepRun:
-        record = StepRecord(self._clock(), self._rank)
-        return StepRun("OverlappedStep", self.parts, record, dry_run, (self._clip, self._on_nonfinite))
-
-    def _clock(self) -> Callable[[], float]:
-        return self._axes[0].wire.clock if self._axes else time.perf_counter
+    def _make_run(self, *, dry_run: bool = False) -> StepRun:
+        return StepRun("OverlappedStep", self.parts, (self._clip, self._on_nonfinite), dry_run=dry_run)
 
     # The step.
 
@@ -130,56 +121,37 @@ class OverlappedStep(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parts. Every rank must call it; a ``closure`` is called on each of them."""
         loss = call_closure(closure)
-        reason = self._run_once(self._orders)
-        if reason is not None:
-            words = f"OverlappedStep: {reason}; weights and state are as before"
-            if self._on_nonfinite == "raise":
-                raise RuntimeError(words)
-            logger.warning("%s: the step is skipped (rank %d)", words, self._rank)
+        self._run_once(self._orders, self._on_nonfinite)
         return loss
 
-    def _run_once(self, orders: Orders, dry_run: bool = False) -> str | None:
-        """One step in some orders; a ``dry_run`` changes nothing."""
+    def _run_once(self, orders: Orders, on_nonfinite: str | None) -> str | None:
+        """One step in some orders; None for ``on_nonfinite``: a dry run, which changes nothing."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scatter, work = orders.sort_scatter(self._units), orders.sort_work(self._units)
-        sent: list[Tensor] | None = None
-        if self._early is not None and not dry_run:
-            run, sent = self._early.take()
-        else:
-            run = self._make_run(dry_run)
-        record = self._last = run.record
-        clock = self._clock()
-        record.began = clock()
+        scatter, work = orders.sort(self.units)
+        early = self._early if on_nonfinite is not None else None
+        run, sent = early.take() if early is not None else (self._make_run(dry_run=on_nonfinite is None), [])
+        self._last = run.record
         try:
-            if sent is None:
-                self._expected = run.start(scatter, found_inf)
-                self.norm = run.work(work, self._clip, grad_scale)
-            else:
-                scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
-                fault = self._find_early_fault(scaler)
-                self._expected, self.norm = run.work_on_sent(
-                    sent, scatter, work, self._clip, grad_scale, found_inf, fault
-                )
-            reason = run.finish()
-            if reason is None and not dry_run:
-                self._committed = dict(record.committed)
+            with run.record.stepping():
+                if early is None:
+                    self._expected = run.start(scatter, found_inf)
+                    self.norm = run.work(work, self._clip, grad_scale)
+                else:
+                    scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
+                    fault = early.find_fault(self.parts, scaler, self._rank)
+                    self._expected, self.norm = run.work_on_sent(
+                        sent, scatter, work, self._clip, grad_scale, found_inf, fault
+                    )
+                reason = run.finish(on_nonfinite)
+            if reason is None and on_nonfinite is not None:
+                self._committed = dict(run.record.committed)
         finally:
-            record.ended = clock()
             self._arm()
         return reason
 
-    def _find_early_fault(self, scaler: str | None) -> Exception | None:
-        assert self._early is not None
-        return self._early.find_fault(lambda p: name_parameter(self.parts, p), scaler, self._rank)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """With ``overlap_backward``: backwards in here accumulate gradients and send none, but those of tables."""
-        if self._early is None:
-            yield
-            return
-        with self._early.paused():
-            yield
+        return nullcontext() if self._early is None else self._early.paused()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. With ``overlap_backward`` all ranks must call it: what is under way is waited for and dropped."""
@@ -190,55 +162,43 @@ class OverlappedStep(torch.optim.Optimizer):
     def _drop_early(self) -> None:
         """Wait for gradients that left in the backward, and forget that they did.
 
-        Ranks tell each other whether any have left: a rank whose backward failed sends what the others wait for.
+        Ranks gather whether any have left: a rank whose backward failed sends what the others wait for.
         """
         if self._early is None:
             return
         begun = gather_verdict(
-            self._axes, "OverlappedStep.zero_grad", None, [int(self._early.has_begun)],
-            lambda axis, told: [max(row[0] for row in told)],
+            self.axes, "OverlappedStep.zero_grad", None, [int(self._early.has_begun)],
+            lambda axis, rows: [max(row[0] for row in rows)],
         )[0]  # fmt: skip
         if begun:
             self._early.take()[0].drop()
         self._arm()
 
-    def explain(self) -> Explanation:
+    def explain(self) -> StepRecord:
         """What the last step sent, what of it was hidden and what was exposed, by part, on this rank."""
         if self._last is None or self._last.ended is None:
             raise RuntimeError("OverlappedStep: explain() tells of the last step, and there has been none")
-        return Explanation(self._last)
+        return self._last
 
     @torch.no_grad()
-    def tune(self, machine: Any, *, tries: int = 64, measure: int = 3, show: bool = True) -> Tuning:
+    def tune(self, world: World, *, tries: int = 64, measure: int = 3, show: bool = True) -> Tuning:
         """Find good orders: call it after a backward, before the step; all ranks must. Nothing is changed but orders.
 
-        The step is run dry once to learn its messages and the seconds of its work. Then ``tries`` orders are run in
-        virtual time on ``machine`` (a `Machine`, or a `VirtualWorld` of as many ranks as take part). On
-        processes the best ``measure`` of them and the present ones are then run dry in turn, and the fastest is kept.
-        The same orders are taken on every rank and saved with the state; rank 0 prints the table (``show``).
+        A dry run of the step records its messages and the seconds of its work. Then ``tries`` orders are run in virtual
+        time in ``world``: a `weft.world.VirtualWorld` with a machine, of as many ranks as take part. On processes the
+        best ``measure`` of them and the present ones then have dry runs in turn, and the fastest is kept. The same
+        orders are taken on every rank and saved with the state; rank 0 prints the table (``show``).
         """
         self._drop_early()
-        found = tune(self, machine, tries, measure)
+        found = tune(self, world, tries, measure)
         self._arrange(found.orders)
-        if show and max((axis.rank for axis in self._axes), default=0) == 0:
+        if show and max((axis.rank for axis in self.axes), default=0) == 0:
             found.show()
         return found
 
-    # What tune asks.
-
-    @property
-    def units(self) -> list[Unit]:
-        """All buckets of all parts."""
-        return list(self._units)
-
-    @property
-    def axes(self) -> list[Axis]:
-        """The axes of more than one rank that the parts stand on."""
-        return list(self._axes)
-
     def dry_run(self, orders: Orders) -> StepRecord:
         """A step whose results are dropped. Gradients must be there."""
-        reason = self._run_once(orders, dry_run=True)
+        reason = self._run_once(orders, None)
         if reason is not None:
             raise RuntimeError(f"OverlappedStep: tune() needs a step that can be made, but {reason}")
         assert self._last is not None
@@ -250,7 +210,7 @@ class OverlappedStep(torch.optim.Optimizer):
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; ``param_group["part"]`` names the part it goes to, if there are several. All ranks must call."""
-        if self.__dict__.get("_axes") is None:  # torch's constructor hands over the groups of the parts
+        if self.__dict__.get("axes") is None:  # torch's constructor hands over the groups of the parts
             super().add_param_group(param_group)
             return
         group = dict(param_group)
@@ -268,7 +228,7 @@ class OverlappedStep(torch.optim.Optimizer):
     def _refresh(self) -> None:
         """The groups and states of the parts, which they may have made anew."""
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
-        self._axes = union_of_axes(list(self.parts.values()))
+        self.axes = union_of_axes(list(self.parts.values()))
         self.state.clear()
         for part in self.parts.values():
             self.state.update(part.state)
@@ -281,15 +241,14 @@ class OverlappedStep(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; from any number of ranks, and from one ``torch.optim.AdamW`` of the same groups."""
-        halves, fault = read_states(state_dict, self.parts)
-        agree_to_load("OverlappedStep", self._axes, fault)  # all parts load, or none
-        for part, one in zip(self.parts.values(), halves, strict=True):
+        split, fault = read_states(state_dict, self.parts)
+        agree_to_load("OverlappedStep", self.axes, fault)  # all parts load, or none
+        for part, one in zip(self.parts.values(), split, strict=True):
             part.load_state_dict(one)
         self._refresh()
         orders = read_orders(state_dict)
         if orders is not None:
-            self._units = list_units(self.parts)
-            names = {unit.name for unit in self._units}
+            names = {unit.name for unit in list_units(self.parts)}
             if {*orders.scatter} == names and {*orders.work} == names:
                 self._arrange(orders)
             else:
@@ -297,3 +256,30 @@ class OverlappedStep(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("OverlappedStep: parts over several ranks are not pickled or copied; save the state_dict()")
+
+
+def _check(
+    parts: Sequence[StepPart], clip: float | None, bucket_bytes: int | None, overlap_backward: bool, on_nonfinite: str
+) -> None:
+    """What cannot be right, before anything is changed."""
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        raise TypeError(f"OverlappedStep: parts must be a list of weft.optim.StepPart, got {show(parts)}")
+    if not parts:
+        raise ValueError("OverlappedStep: there are no parts")
+    for part in parts:
+        if not isinstance(part, StepPart):
+            raise TypeError(
+                f"OverlappedStep: {type(part).__name__} is no StepPart; parts are weft.optim.ShardedAdamW, REKLS, "
+                f"weft.optim.RowAdam and classes that have the three verbs (docs/overlapped_step.md)"
+            )
+        if part.clips:
+            raise ValueError(
+                f"OverlappedStep: {type(part).__name__} has clip= of its own, which would count its gradients alone; "
+                f"give clip= to OverlappedStep"
+            )
+    fault = find_option_fault("OverlappedStep", on_nonfinite, clip)
+    fault = fault or find_flag_fault("OverlappedStep", "overlap_backward", overlap_backward, None)
+    if bucket_bytes is not None:
+        fault = fault or find_integer_fault("OverlappedStep", "bucket_bytes", bucket_bytes, None, least=1)
+    if fault is not None:
+        raise fault

@@ -1,25 +1,18 @@
-"""`StepPart`: an optimizer whose step is taken apart: gradients are sent, worked on, and the results committed."""
+"""`StepPart`: an optimizer that steps by itself and as a part of an `OverlappedStep`; what its options must be."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.comm.arguments import read
-from weft.comm.ledger import Event
-from weft.optim.step.group_faults import find_option_fault
+from weft.comm.arguments import at, find_choice_fault, find_number_fault, read, show
 from weft.optim.step.run import StepRun, Unit
-from weft.optim.step.verdict import is_lost
-from weft.parallel.dtensor import local_of
+from weft.optim.step.verbs import PartVerbs
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
+ON_NONFINITE = ("raise", "skip")
 _PARTS = "the parts of a step are start(), work() and finish()"
 
 
@@ -31,35 +24,7 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def find_listed_twice(label: str, parameters: Iterable[Tensor], rank: int) -> Exception | None:
-    """torch only warns of a parameter that stands twice in a group; it would be stepped twice."""
-    first: dict[int, int] = {}
-    for number, parameter in enumerate(parameters):
-        if (before := first.setdefault(id(parameter), number)) != number:
-            return ValueError(
-                f"{label}: parameter {number} of a group is parameter {before} again; list each once (rank {rank})"
-            )
-    return None
-
-
-@dataclass
-class Examined:
-    """What this rank says of a part's gradients before a step, for the ranks to compare.
-
-    ``grads`` are the dense ones that lie here, to be looked through for what is not finite. ``settings`` must be the
-    same on every rank. ``alike[i]``: the axis over whose ranks gradient i must be the same already.
-    """
-
-    parameters: list[Tensor]
-    names: list[str]
-    present: list[bool]
-    grads: list[Tensor | None]
-    settings: object = None
-    fault: Exception | None = None
-    alike: list[Axis | None] = field(default_factory=list)
-
-
-class StepPart(torch.optim.Optimizer):
+class StepPart(PartVerbs):
     """An optimizer that is complete by itself, and a part that `weft.optim.OverlappedStep` can take.
 
     Its parameters stand in buckets, whose gradients travel together. A step calls, in the same order on every rank:
@@ -80,7 +45,9 @@ class StepPart(torch.optim.Optimizer):
     that something is sent all the same.
     """
 
-    sends_in_step = True  # whether gradients wait for the step, and are not sent in the backward already
+    _run: StepRun | None = None  # the step under way
+    _next = "start"  # what may be called
+    norm: float | None = None  # of the last step's gradients, with clip
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], on_nonfinite: str = "raise", clip: float | None = None
@@ -89,139 +56,14 @@ class StepPart(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _set_up(self, on_nonfinite: str, clip: float | None = None) -> None:
-        name = type(self).__name__
-        if fault := find_option_fault(name, on_nonfinite, clip):
+        if fault := find_option_fault(type(self).__name__, on_nonfinite, clip):
             raise fault
         self._on_nonfinite, self._clip = on_nonfinite, None if clip is None else float(clip)
-        self._run: StepRun | None = None  # the step under way
-        self._next = "start"  # what may be called
-        self.present: Collection[Tensor] = ()  # parameters with gradients, in the step under way
-        self.failed = 0
-        self.error: Exception | None = None  # what the work raised that nobody had expected
-        self.compares_weights = True  # in the next step: whether ranks have the same of what is replicated
-        self.norm: float | None = None  # of the last step's gradients, with clip
-
-    # What a subclass has.
-
-    def step_axes(self) -> list[Axis]:
-        """The axes whose ranks take part in a step."""
-        raise NotImplementedError(f"{type(self).__name__} has no step_axes")
-
-    def buckets(self) -> list[list[Tensor]]:
-        """The parameters of each bucket: the same on every rank, and at every step."""
-        return [[parameter for group in self.param_groups for parameter in group["params"]]]
-
-    def cut(self, bucket_bytes: int) -> None:
-        """Make buckets of about this size, before the first step; what has one bucket keeps it."""
 
     @property
     def clips(self) -> bool:
         """Whether the part clips by the norm of its own gradients."""
         return self._clip is not None
-
-    def examine(self) -> Examined:
-        """What this rank has, before a step. Nothing is sent."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        grads = [None if parameter.grad is None else local_of(parameter.grad) for parameter in parameters]
-        names = [
-            group["param_names"][at] if "param_names" in group else f"parameter {at} of group {number}"
-            for number, group in enumerate(self.param_groups)
-            for at in range(len(group["params"]))
-        ]
-        settings, fault = self._read_settings(None)
-        return Examined(parameters, names, [grad is not None for grad in grads], grads, settings, fault)
-
-    def _read_settings(self, fault: Exception | None) -> tuple[object, Exception | None]:
-        """The options of all groups as text, and ``fault``, or what is wrong with them."""
-        if fault is not None:
-            return None, fault
-        axes = self.step_axes()
-        options = read(
-            type(self).__name__, axes[-1].rank if axes else 0,
-            lambda: tuple(str({k: v for k, v in group.items() if k in self.defaults}) for group in self.param_groups),
-        )  # fmt: skip
-        return (None, options) if isinstance(options, Exception) else (options, None)
-
-    def replicated_over(self, parameter: Tensor) -> list[Axis]:
-        """The axes over whose ranks a parameter must be the same: that is compared before the first step."""
-        return []
-
-    def begin(self, present: Collection[Tensor]) -> None:
-        """A step begins, in which these parameters have gradients on every rank."""
-        self.present, self.failed, self.error = present, 0, None
-
-    def attempt(self, number: int | None, work: Callable[[], T], instead: Callable[[], T]) -> T:
-        """What ``work()`` gives; if it raises, on the parameter of this number, that is noted and ``instead()`` taken.
-
-        No rank's step is then accepted, and all raise. Messages belong outside: a lost group is not noted but raised.
-        """
-        try:
-            return work()
-        except Exception as error:
-            if is_lost(error):
-                raise
-            if self.error is None:
-                self.error, self.failed = error, 0 if number is None else 1 + number
-            return instead()
-
-    def send(self, bucket: int) -> None:
-        """Start the gradients of a bucket on their way."""
-        raise NotImplementedError(f"{type(self).__name__} has no send")
-
-    def travels(self, bucket: int) -> bool:
-        """Whether anything of a bucket crosses ranks."""
-        return True
-
-    def advance(self, bucket: int) -> None:
-        """Of messages in several hops: end the one under way and start the next."""
-
-    def sent_before(self, bucket: int) -> list[Event]:
-        """Messages of a bucket that left before the step."""
-        return []
-
-    def squared_norm(self, bucket: int) -> Tensor:
-        """Wait for the gradients of a bucket: the sum of squares of those worked on here, an fp64 scalar."""
-        raise NotImplementedError(f"{type(self).__name__} has no squared_norm, which clip= needs")
-
-    def norm_axes(self, bucket: int) -> list[Axis]:
-        """The axes along which `squared_norm` is summed; on others, ranks have the same gradients."""
-        return self.step_axes()
-
-    def work_ahead(self, bucket: int) -> None:
-        """Work that does not depend on the scale of gradients, while the norm travels."""
-
-    def work_on(self, bucket: int, scale: float) -> None:
-        """Work on the gradients of a bucket, multiplied by ``scale``, and start results on their way."""
-        raise NotImplementedError(f"{type(self).__name__} has no work_on")
-
-    def commit(self, accepted: bool) -> None:
-        """Take what comes back; change weights and state, or drop it."""
-        raise NotImplementedError(f"{type(self).__name__} has no commit")
-
-    def explain_failure(self, name: str) -> str:
-        """In words: what ``failed`` means for the parameter ``name``."""
-        return f"the update of {name} could not be computed"
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise if a state cannot be loaded. Nothing is sent or changed."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
-        self.compares_weights = True
-        super().load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
-        self.compares_weights = True
-        super().add_param_group(param_group)
-
-    def gradient_of(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a gradient; zeros where others have one and this rank, against the rules, has not."""
-        if parameter.grad is None:
-            return torch.zeros_like(local_of(parameter))
-        return local_of(parameter.grad)
-
-    # The step of this part alone.
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -236,7 +78,7 @@ class StepPart(torch.optim.Optimizer):
     def start(self) -> None:
         """Compare gradients over the ranks, then start them to their owners. Do not touch them until `finish`."""
         self._expect("start")
-        run = StepRun(type(self).__name__, {type(self).__name__: self}, settings=(self._clip, self._on_nonfinite))
+        run = StepRun(type(self).__name__, {type(self).__name__: self}, (self._clip, self._on_nonfinite))
         run.start(self._units(), getattr(self, "found_inf", None))
         self._run, self._next = run, "work"
 
@@ -256,7 +98,7 @@ class StepPart(torch.optim.Optimizer):
         self._next = "start"
         assert self._run is not None
         run, self._run = self._run, None
-        self._judge(run.finish())
+        run.finish(self._on_nonfinite)
 
     def _expect(self, what: str) -> None:
         if what == self._next:
@@ -270,12 +112,55 @@ class StepPart(torch.optim.Optimizer):
     def _units(self) -> list[Unit]:
         return [Unit(self, bucket, "") for bucket in range(len(self.buckets()))]
 
-    def _judge(self, reason: str | None) -> None:
-        """Say why nothing has been changed, if that is so."""
-        if reason is None:
-            return
-        words = f"{type(self).__name__}: {reason}; weights and state are as before"
-        if self._on_nonfinite == "raise":
-            raise RuntimeError(words)
-        axes = self.step_axes()
-        logger.warning("%s: the step is skipped (rank %d)", words, axes[-1].rank if axes else 0)
+
+def find_listed_twice(label: str, parameters: Iterable[Tensor], rank: int) -> Exception | None:
+    """torch only warns of a parameter that stands twice in a group; it would be stepped twice."""
+    first: dict[int, int] = {}
+    for number, parameter in enumerate(parameters):
+        if (before := first.setdefault(id(parameter), number)) != number:
+            return ValueError(
+                f"{label}: parameter {number} of a group is parameter {before} again; list each once (rank {rank})"
+            )
+    return None
+
+
+def find_kind_fault(optimizer: str, group: dict[str, Any], *names: str) -> Exception | None:
+    """What in a group is no number: ``lr`` (a tensor of one element, too), ``betas`` (two of them) and ``names``."""
+    for name in ("lr", *names):
+        if fault := find_number_fault(optimizer, name, group.get(name), None, allow="any", tensor=name == "lr"):
+            return fault
+    betas = group.get("betas")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        return TypeError(f"{optimizer}: betas must be two numbers, got {show(betas)}")
+    return next(filter(None, (find_number_fault(optimizer, "betas", beta, None, allow="any") for beta in betas)), None)
+
+
+def first_group_fault(
+    optimizer: str, groups: Iterable[dict[str, Any]], find: Callable[[dict[str, Any]], Exception | None], rank: int
+) -> Exception | None:
+    """The first fault that ``find(group)`` gives, with the rank that found it."""
+    for group in groups:
+        if (fault := read(optimizer, rank, lambda group=group: find(group))) is not None:  # type: ignore[misc]
+            return fault if str(fault).endswith(at(rank)) else type(fault)(f"{fault}{at(rank)}")
+    return None
+
+
+def find_option_fault(optimizer: str, on_nonfinite: object, clip: object, rank: int | None = None) -> Exception | None:
+    """What is wrong with ``on_nonfinite`` and ``clip``."""
+    if fault := find_choice_fault(optimizer, "on_nonfinite", on_nonfinite, rank, ON_NONFINITE):
+        return fault
+    if clip is None:
+        return None
+    if fault := find_number_fault(optimizer, "clip", clip, rank, allow="infinite"):
+        return fault
+    return None if float(clip) > 0 else ValueError(f"{optimizer}: clip must be > 0, got {clip}{at(rank)}")  # type: ignore[arg-type]
+
+
+def list_params(optimizer: str, params: Any, rank: int) -> list[Any] | Exception:
+    """``params`` as a list, or what torch's optimizers say of what is none."""
+    if isinstance(params, Tensor):
+        return TypeError(f"{optimizer}: params must be an iterable of tensors or groups, got one tensor{at(rank)}")
+    listed = read(optimizer, rank, lambda: list(params))
+    if isinstance(listed, Exception):
+        return TypeError(f"{optimizer}: params must be an iterable of tensors or groups, got {show(params)}{at(rank)}")
+    return listed or ValueError(f"{optimizer}: params are empty{at(rank)}")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
 from weft.comm import Axis, Ledger, Pending
-from weft.optim.step.orders import Orders
+from weft.optim.owners import Held, Transfer
+from weft.optim.step.orders import Orders, Unit, send_in_order, work_in_order
 from weft.optim.step.record import StepRecord, part_of
-from weft.optim.step.run import Unit, send_in_order, work_in_order
 
 Sizes = list[tuple[int, int]]  # (rank in the world, bytes)
 
 
-@dataclass
-class Hop:
+class Hop(NamedTuple):
     """One exchange of one rank."""
 
     sends: Sizes
@@ -76,21 +75,14 @@ class Profile:
         }
         return Profile(units, record.examined, dict(record.committed))
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
     @staticmethod
-    def from_text(text: str) -> Profile:
-        def hop(value: dict[str, Any]) -> Hop:
-            return Hop(*([(peer, size) for peer, size in value[side]] for side in ("sends", "receives")))
-
-        data = json.loads(text)
+    def read(saved: dict[str, Any]) -> Profile:
+        """Of what ``asdict`` gives, as JSON brings it back."""
         units = {
-            name: UnitProfile([hop(one) for one in unit["sends"]], [hop(one) for one in unit["returns"]],
-                              unit["seconds"], unit["packing"])
-            for name, unit in data["units"].items()
-        }  # fmt: skip
-        return Profile(units, data["examined"], data["committed"])
+            name: UnitProfile(**{**unit, **{side: [Hop(*hop) for hop in unit[side]] for side in ("sends", "returns")}})
+            for name, unit in saved["units"].items()
+        }
+        return Profile(units, saved["examined"], saved["committed"])
 
 
 class TimedWire(Protocol):
@@ -101,8 +93,9 @@ class TimedWire(Protocol):
         ...
 
 
+@runtime_checkable
 class World(Protocol):
-    """A `weft.world.VirtualWorld` with a machine."""
+    """What a step is replayed in: a `weft.world.VirtualWorld` with a machine."""
 
     size: int
     machine: Any
@@ -117,45 +110,36 @@ class _Replayed:
 
     def __init__(self, axis: Axis, name: str, profile: UnitProfile, places: dict[int, int]) -> None:
         self._axis, self._name, self._profile, self._places = axis, name, profile, places
-        self._left = list(profile.sends)
-        self._pending: Pending[None] | None = None
+        self.under_way = Transfer([], [])
+
+    def start(self, hops: Sequence[Hop]) -> None:
+        self.under_way = Transfer([partial(self._exchange, hop) for hop in hops], [])
+
+    def _exchange(self, hop: Hop, held: Held) -> Pending[Held]:
+        sends, receives = (
+            [(self._places[peer], torch.empty(size, dtype=torch.uint8, device="meta")) for peer, size in side]
+            for side in (hop.sends, hop.receives)
+        )
+        pending = self._axis.begin(self._name).exchange(sends, receives)
+        return Pending(lambda: [pending.wait()])
 
     def travels(self, bucket: int) -> bool:
         return bool(self._profile.sends)
 
     def send(self, bucket: int) -> None:
         cast(TimedWire, self._axis.wire).spend(f"pack: {self._name}", self._profile.packing)
-        self._go()
-
-    def _go(self) -> None:
-        self._pending = None
-        if self._left:
-            hop = self._left.pop(0)
-            call = self._axis.begin(self._name)
-            sends, receives = (
-                [(self._places[peer], torch.empty(size, dtype=torch.uint8, device="meta")) for peer, size in side]
-                for side in (hop.sends, hop.receives)
-            )
-            self._pending = call.exchange(sends, receives)
+        self.start(self._profile.sends)
 
     def advance(self, bucket: int) -> None:
-        if self._left and self._pending is not None:
-            self._pending.wait()
-            self._go()
-
-    def wait(self) -> None:
-        while self._pending is not None:
-            self._pending.wait()
-            self._go()
+        self.under_way.advance()
 
     def attempt(self, number: int | None, work: Callable[[], None], instead: Callable[[], None]) -> None:
         work()
 
     def work_on(self, bucket: int, scale: float) -> None:
-        self.wait()
+        self.under_way.wait()
         cast(TimedWire, self._axis.wire).spend(self._name, self._profile.seconds)
-        self._left = list(self._profile.returns)
-        self._go()
+        self.start(self._profile.returns)
 
 
 def replay(world: World, profiles: dict[int, Profile], orders: Orders, naive: bool = False) -> float:
@@ -177,19 +161,18 @@ def replay(world: World, profiles: dict[int, Profile], orders: Orders, naive: bo
         send_in_order([units[name] for name in orders.scatter], record)
         if naive:
             for name in orders.scatter:
-                made[name].wait()
+                made[name].under_way.wait()
             for name in orders.work:
                 wire.spend(name, mine.units[name].seconds)
             for name in orders.work:
-                made[name]._left = list(mine.units[name].returns)
-                made[name]._go()
+                made[name].start(mine.units[name].returns)
         else:
             work_in_order([units[name] for name in orders.work], 1.0, record)
         axis.begin("finish", metadata=[0]).metadata.wait()
         for part in dict.fromkeys(map(part_of, mine.units)):
             for name, one in made.items():
                 if part_of(name) == part:
-                    one.wait()
+                    one.under_way.wait()
             wire.spend(f"commit: {part}", mine.committed.get(part, 0.0))
 
     return float(world.run(program).elapsed)

@@ -2,75 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
+import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm import Axis, Pending
 from weft.comm.arguments import read
 from weft.comm.modes import outside_autocast
-from weft.optim.step.gradients import compare_gradients
-from weft.optim.step.norm import norm_of
+from weft.optim.step.compare import Examined, compare_gradients, compare_weights, gather_verdict, is_lost
+from weft.optim.step.orders import Unit, send_in_order, work_in_order
 from weft.optim.step.record import StepRecord
-from weft.optim.step.same_weights import compare_weights
-from weft.optim.step.verdict import gather_verdict, is_lost
+from weft.optim.step.verbs import PartVerbs, parameters_of
 
-if TYPE_CHECKING:
-    from weft.optim.step.part import Examined, StepPart
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One bucket of one part: what is sent and worked on at once."""
+class _Options:
+    """What the ranks must have in common: how many parameters a verdict is about, or how many sums make the norm."""
 
-    part: StepPart
-    bucket: int
-    name: str
+    count: int
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What the ranks must have in common when they say whether the work succeeded."""
-
-    parameters: int
-
-
-def union_of_axes(parts: Sequence[StepPart]) -> list[Axis]:
+def union_of_axes(parts: Sequence[PartVerbs]) -> list[Axis]:
     """The axes of more than one rank that any part's ranks stand on, each once."""
     found: list[Axis] = []
     for axis in (axis for part in parts for axis in part.step_axes()):
         if axis.size > 1 and not any(axis.counter is one.counter for one in found):
             found.append(axis)
     return found
-
-
-def send_in_order(units: Sequence[Unit], record: StepRecord) -> None:
-    """Start the gradients of units."""
-    for unit in units:
-        with record.sending(unit):
-            unit.part.send(unit.bucket)
-
-
-def work_in_order(units: Sequence[Unit], scale: float, record: StepRecord) -> None:
-    """Work on units. Messages of several hops are moved on: the next unit's gradients, the last one's results."""
-    for place, unit in enumerate(units):
-        if unit.part.travels(unit.bucket):  # else there is work to do while others' first messages travel
-            for ahead in units[place : place + 2]:
-                with record.sending(ahead):
-                    ahead.part.advance(ahead.bucket)
-        with record.working(unit):
-            _work_on(unit, scale)
-        for behind in units[max(0, place - 1) : place]:
-            with record.returning(behind):
-                behind.part.advance(behind.bucket)
-
-
-def _work_on(unit: Unit, scale: float) -> None:
-    """Work on one unit; what it raises is noted, and the others are worked on all the same: ranks wait for them."""
-    unit.part.attempt(None, lambda: unit.part.work_on(unit.bucket, scale), lambda: None)
 
 
 class StepRun:
@@ -89,29 +55,26 @@ class StepRun:
     """
 
     def __init__(
-        self,
-        label: str,
-        parts: Mapping[str, StepPart],
-        record: StepRecord | None = None,
-        dry_run: bool = False,
-        settings: object = None,
-    ) -> None:
+        self, label: str, parts: Mapping[str, PartVerbs], settings: object, *, dry_run: bool = False
+    ) -> None:  # fmt: skip
         """A ``dry_run`` changes nothing, whatever comes out. ``settings``: of the step, the same on every rank."""
         self._settings = settings
         self._label, self._parts, self._dry_run = label, dict(parts), dry_run
         self._axes = union_of_axes(list(parts.values()))
+        self._rank = self._axes[-1].rank if self._axes else 0
         self._reason: str | None = None  # why nothing will be changed
-        self._names: list[str] = []
-        self._stays = False
+        self._skips = False  # whether nothing is worked on: a gradient is not finite
         self._begun = False  # whether parts have something to commit
-        self.record = record or StepRecord()
+        self._names: list[str] = []  # of all parts' parameters
+        self._part_of: list[PartVerbs] = []
+        self.record = StepRecord(self._axes[0].wire.clock if self._axes else time.perf_counter, self._rank)
 
     @outside_autocast()
     def begin(self, present: Sequence[Tensor]) -> None:
         """Let all parts begin a step in which these parameters have gradients."""
         self._begun = True
         for part in self._parts.values():
-            part.begin(set(present) & {p for group in part.param_groups for p in group["params"]})
+            part.begin(set(present) & set(parameters_of(part)))
 
     @outside_autocast()
     def send(self, units: Sequence[Unit]) -> None:
@@ -121,37 +84,43 @@ class StepRun:
     @outside_autocast()
     def compare(self, found_inf: Tensor | None = None, fault: Exception | None = None) -> list[Tensor]:
         """The parameters that have gradients, the same on every rank; or what is wrong is raised on all of them."""
+        parts = list(self._parts.values())
         with self.record.examining():
-            joined = self._join([self._examine(part) for part in self._parts.values()], fault)
+            found = {name: self._examine(part) for name, part in self._parts.items()}
+            joined = Examined.join(found, self._settings, fault)
         self._names = joined.names
+        self._part_of = [part for part, one in zip(parts, found.values(), strict=True) for _ in one.names]
         try:
-            with self.record.telling():
-                findings = compare_gradients(
-                    self._label, joined, self._axes, found_inf=bool(found_inf is not None and found_inf > 0)
-                )
-                compare_weights(self._label, list(self._parts.values()), joined.names, self._axes)
+            with self.record.gathering():
+                has_inf = bool(found_inf is not None and found_inf > 0)
+                findings = compare_gradients(self._label, joined, self._axes, found_inf=has_inf)
+                over = [
+                    [axis for axis in part.replicated_over(p) if axis.size > 1] if part.compares_weights else []
+                    for p, part in zip(joined.parameters, self._part_of, strict=True)
+                ]
+                compare_weights(self._label, joined.names, joined.parameters, over, self._axes)
         except BaseException:
             self.drop()
             raise
-        self._stays = findings.found_inf or findings.nonfinite is not None
+        for part in parts:  # once, until it has loaded a state or got parameters
+            part.compares_weights = False
+        self._skips = findings.found_inf or findings.nonfinite is not None
         self._reason = None if findings.found_inf else findings.nonfinite or self._reason
         return [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
 
-    def _examine(self, part: StepPart) -> Examined:
-        """What a part says; where it cannot say anything, that it cannot."""
-        from weft.optim.step.part import Examined
-
-        found = read(self._label, self._axes[-1].rank if self._axes else 0, part.examine)
+    def _examine(self, part: PartVerbs) -> Examined:
+        """What a part has; where it cannot say that, why not."""
+        found = read(self._label, self._rank, part.examine)
         if not isinstance(found, Exception):
             return found
-        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        parameters = parameters_of(part)
         blank: list[Tensor | None] = [None] * len(parameters)
         return Examined(parameters, [""] * len(blank), [False] * len(blank), blank, None, found)
 
     def start(self, scatter: Sequence[Unit], found_inf: Tensor | None = None) -> list[Tensor]:
         """Compare gradients, then start them in the order of ``scatter``; the parameters that have some."""
         present = self.compare(found_inf)
-        if not self._stays:
+        if not self._skips:
             self.begin(present)
             self.send(scatter)
         return present
@@ -162,12 +131,12 @@ class StepRun:
     ) -> tuple[list[Tensor], float | None]:  # fmt: skip
         """For gradients that left before the step, those of ``sent``: work first, compare then; nothing waits for that.
 
-        What ranks tell each other would stand behind the gradients on the way. All have sent the same, with zeros for
-        what was missing. If other parameters have gradients, on all ranks, the work was in vain and is done again.
+        What ranks compare would stand behind the gradients on the way. All have sent the same, with zeros for what was
+        missing. If other parameters have gradients, on all ranks, the work was in vain and is done again.
         """
         norm = self.work(units, clip, grad_scale)
         present = self.compare(found_inf, fault)
-        if not self._stays and {id(p) for p in sent} != {id(p) for p in present}:
+        if not self._skips and {id(p) for p in sent} != {id(p) for p in present}:
             self.drop()
             self._reason = None
             self.begin(present)
@@ -175,30 +144,16 @@ class StepRun:
             norm = self.work(units, clip, grad_scale)
         return present, norm
 
-    def _join(self, examined: Sequence[Examined], fault: Exception | None) -> Examined:
-        """What all parts say, as one; with several parts a parameter's name tells which it is in."""
-        from weft.optim.step.part import Examined
-
-        joined = Examined([], [], [], [], (self._settings, *(one.settings for one in examined)), fault)
-        for part, one in zip(self._parts, examined, strict=True):
-            joined.parameters += one.parameters
-            joined.names += one.names if len(examined) == 1 else [f"{name} ({part})" for name in one.names]
-            joined.present += one.present
-            joined.grads += one.grads
-            joined.alike += one.alike or [None] * len(one.grads)
-            joined.fault = joined.fault or one.fault
-        return joined
-
     @outside_autocast()
     def work(self, units: Sequence[Unit], clip: float | None = None, grad_scale: Tensor | None = None) -> float | None:
         """Work on the units, in this order; the norm of all gradients, if they are clipped.
 
         ``grad_scale``: what gradients were multiplied by.
         """
-        if self._stays:
+        if self._skips:
             return None
         for unit in units:
-            self.record.of(unit).sends.events += unit.part.sent_before(unit.bucket)
+            self.record.of(unit.name).sends.events += unit.part.sent_before(unit.bucket)
         scale, norm = 1.0 if grad_scale is None else 1.0 / float(grad_scale), None
         if clip is not None:
             norm = scale * norm_of(self._label, units, self._axes, self.record)
@@ -209,56 +164,49 @@ class StepRun:
         work_in_order(units, scale, self.record)
         return norm
 
-    def _failure(self) -> int:
-        """1 + the number, among all parts' parameters, of one whose update this rank could not compute; else 0."""
-        before = 0
-        for part in self._parts.values():
-            if part.failed:
-                return before + part.failed
-            before += sum(len(group["params"]) for group in part.param_groups)
-        return 0
-
-    def _unexpected(self) -> RuntimeError | None:
-        """In words for all ranks: what the work of a part raised here."""
-        before, rank = 0, self._axes[-1].rank if self._axes else 0
-        for name, part in self._parts.items():
-            if (error := part.error) is not None:
-                what = f"on {self._names[before + part.failed - 1]}" if part.failed else f"of {name}"
-                fault = RuntimeError(
-                    f"{self._label}: the work {what} raised {type(error).__name__}: {error} (rank {rank}); weights and "
-                    f"state are as before"
-                )
-                fault.__cause__ = error
-                return fault
-            before += sum(len(group["params"]) for group in part.param_groups)
-        return None
-
     @outside_autocast()
-    def finish(self) -> str | None:
-        """Hear whether all ranks' work succeeded, take what comes back; why nothing was changed, if that is so."""
-        if not self._stays:
+    def finish(self, on_nonfinite: str | None = None) -> str | None:
+        """Gather whether all ranks' work succeeded, take what comes back; why nothing was changed, if that is so.
+
+        ``on_nonfinite``: "raise" that, or "skip" the step and log it; None: neither.
+        """
+        if not self._skips:
+            failed, fault = self._find_failure()
             try:
-                with self.record.telling():
+                with self.record.gathering():
                     failed = gather_verdict(
-                        self._axes, f"{self._label}.finish", _Verdict(len(self._names)), [self._failure()],
-                        lambda axis, told: list(next((row for row in told if row[0]), told[0])), self._unexpected(),
+                        self._axes, f"{self._label}.finish", _Options(len(self._names)), [failed],
+                        lambda axis, rows: list(next((row for row in rows if row[0]), rows[0])), fault,
                     )[0]  # fmt: skip
             except RuntimeError as error:
                 if not is_lost(error):
                     self.drop()
                 raise
-            self._reason = self._explain(failed - 1) if failed else self._reason
-        self._commit(self._reason is None and not self._stays and not self._dry_run)
+            if failed:
+                self._reason = self._part_of[failed - 1].explain_failure(self._names[failed - 1])
+        self._commit(self._reason is None and not self._skips and not self._dry_run)
+        if self._reason is not None and on_nonfinite is not None:
+            words = f"{self._label}: {self._reason}; weights and state are as before"
+            if on_nonfinite == "raise":
+                raise RuntimeError(words)
+            logger.warning("%s: the step is skipped (rank %d)", words, self._rank)
         return self._reason
 
-    def _explain(self, number: int) -> str:
-        name = self._names[number]
-        for part in self._parts.values():
-            count = sum(len(group["params"]) for group in part.param_groups)
-            if number < count:
-                return part.explain_failure(name)
-            number -= count
-        raise AssertionError(f"no part has parameter {number}")
+    def _find_failure(self) -> tuple[int, RuntimeError | None]:
+        """1 + the number of a parameter whose update this rank could not compute, else 0; what a part's work raised."""
+        first, fault, before = 0, None, 0
+        for name, part in self._parts.items():
+            number = before + part.failed if part.failed else 0
+            first = first or number
+            if part.error is not None and fault is None:
+                what = f"on {self._names[number - 1]}" if number else f"of {name}"
+                fault = RuntimeError(
+                    f"{self._label}: the work {what} raised {type(part.error).__name__}: {part.error} (rank "
+                    f"{self._rank}); weights and state are as before"
+                )
+                fault.__cause__ = part.error
+            before += len(parameters_of(part))
+        return first, fault
 
     def _commit(self, accepted: bool) -> None:
         """Tables first: nothing comes back for them, so their rows are put back while others' results travel."""
@@ -271,3 +219,57 @@ class StepRun:
     def drop(self) -> None:
         """Wait for what is under way and forget it."""
         self._commit(False)
+
+
+def norm_of(label: str, units: Sequence[Unit], axes: Sequence[Axis], record: StepRecord) -> float:
+    """The norm of the gradients of all ``units``, which arrive here: every element once, the same bits on all ranks.
+
+    ``axes`` are all that any unit lies on. Squares of units that lie on the same axes are one sum. It is summed along
+    those, in rank order. On the others its ranks have the same, so once it is whole the first rank's is taken. The
+    first scalars travel while the parts do what does not depend on them.
+    """
+    kinds: list[frozenset[int]] = []  # the axes of each sum
+    squares: list[Tensor] = []
+    nothing = torch.tensor(math.nan, dtype=torch.float64)  # where it cannot be computed: no rank works on anything
+    for unit in units:
+        part, bucket = unit.part, unit.bucket
+        part.advance(bucket)
+        with record.working(unit.name):
+            kind = frozenset(id(axis.counter) for axis in part.norm_axes(bucket) if axis.size > 1)
+            if kind not in kinds:
+                kinds.append(kind)
+                squares.append(torch.zeros((), dtype=torch.float64))
+            squares[kinds.index(kind)] += part.attempt(None, partial(part.squared_norm, bucket), lambda: nothing).cpu()
+    mine = torch.stack(squares) if squares else torch.zeros(1, dtype=torch.float64)
+    done: set[int] = set()
+    later: list[Axis] = []
+    for place, axis in enumerate(axes):
+        coming = _share(label, axis, mine, record)
+        for unit in units if place == 0 else ():
+            with record.working(unit.name):
+                unit.part.attempt(None, partial(unit.part.work_ahead, unit.bucket), lambda: None)
+        every = _take(coming, record)
+        own, done = id(axis.counter), {*done, id(axis.counter)}
+        if any(own not in kind and not kind <= done for kind in kinds):
+            later.append(axis)  # some sum is not whole yet, and may differ in its last bits between these ranks
+        for at, kind in enumerate(kinds):
+            if own in kind:
+                mine[at] = sum((row[at] for row in every[1:]), start=every[0][at])
+            elif kind <= done:
+                mine[at] = every[0][at]
+    total = mine.sum().sqrt().view(1)
+    for axis in later:
+        total = _take(_share(label, axis, total, record), record)[0]
+    return float(total)
+
+
+def _share(label: str, axis: Axis, mine: Tensor, record: StepRecord) -> Pending[list[Tensor]]:
+    """Everybody's ``mine``, gathered on the host side: it decides there what is done."""
+    with record.gathering():
+        call = axis.begin(f"{label}.norm", _Options(len(mine)), metadata=mine.view(torch.int64).tolist())
+    return Pending(lambda: [torch.tensor(row).view(torch.float64) for row in call.metadata.wait()])
+
+
+def _take(coming: Pending[list[Tensor]], record: StepRecord) -> list[Tensor]:
+    with record.gathering():
+        return coming.wait()

@@ -6,17 +6,16 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 from weft.comm import Axis
+from weft.comm.arguments import show
 from weft.comm.text import share_text
-from weft.optim.step.orders import Orders
+from weft.optim.step.orders import Orders, Unit
+from weft.optim.step.record import StepRecord
 from weft.optim.step.replay import Profile, World, replay
 from weft.parallel.dtensor import has_process_group
-
-if TYPE_CHECKING:
-    from weft.optim.step.overlapped import OverlappedStep
 
 _MEASURED = 3  # times
 
@@ -66,37 +65,52 @@ class Tuning:
         Console().print(table)
 
 
-def tune(step: OverlappedStep, machine: Any, tries: int, measure: int) -> Tuning:
-    """See `OverlappedStep.tune`. One rank searches; the others hear what it found."""
+class Tunable(Protocol):
+    """What is tuned: an `OverlappedStep`."""
+
+    axes: list[Axis]
+    units: list[Unit]
+
+    @property
+    def orders(self) -> Orders:
+        """The present ones."""
+        ...
+
+    def dry_run(self, orders: Orders) -> StepRecord:
+        """A step whose results are dropped."""
+        ...
+
+
+def tune(step: Tunable, world: World, tries: int, measure: int) -> Tuning:
+    """See `OverlappedStep.tune`. One rank searches and sends the others what it found."""
     if tries < 1 or measure < 1:
         raise ValueError(f"OverlappedStep: tries and measure must be at least 1, got {tries} and {measure}")
     axes = step.axes
-    mine = Profile.of(step.dry_run(step.orders), axes)
-    profiles = gather_profiles(axes, mine)
-    own = _own_number(axes)
-    world = _world_of(machine, len(profiles))
+    profiles = gather_profiles(axes, Profile.of(step.dry_run(step.orders), axes))
+    _check_world(world, len(profiles))
     found = ""
-    if own == min(profiles):
+    if _own_number(axes) == min(profiles):
         fixed = {unit.name for unit in step.units if not unit.part.sends_in_step}
         found = _write(search(world, profiles, step.orders, fixed, tries))
     for axis in axes:
         found = next((text for text in share_text(axis, "OverlappedStep.tune", found) if text), "")
     tried = _read(found)
     if axes and all(has_process_group(axis) for axis in axes):
-        tried = _measure(step, axes, tried, measure)
+        tried = _measure(step, tried, measure)
     link = max(profile.bytes_sent for profile in profiles.values()) / world.machine.bandwidth
     return Tuning(tried, max(profile.work for profile in profiles.values()), link)
 
 
-def _world_of(machine: Any, size: int) -> World:
-    """A virtual world of ``size`` ranks: the one given, or of the machine given."""
-    world = machine if hasattr(machine, "run") else machine.world(size)
+def _check_world(world: object, size: int) -> None:
+    """What is no virtual world with a machine, of as many ranks as take part."""
+    fix = f"pass weft.world.VirtualWorld({size}, machine)"
+    if not isinstance(world, World):
+        raise TypeError(f"OverlappedStep: tune() takes a virtual world, got {show(world)}; {fix}")
     if world.size != size or world.machine is None:
         raise ValueError(
-            f"OverlappedStep: tune() needs a Machine, or a VirtualWorld with one and {size} ranks, got {world.size} "
-            f"ranks and machine={world.machine}"
+            f"OverlappedStep: tune() needs a virtual world with a machine and {size} ranks, got {world.size} ranks and "
+            f"machine={world.machine}; {fix}"
         )
-    return world
 
 
 def _own_number(axes: Sequence[Axis]) -> int:
@@ -104,35 +118,29 @@ def _own_number(axes: Sequence[Axis]) -> int:
 
 
 def gather_profiles(axes: Sequence[Axis], mine: Profile) -> dict[int, Profile]:
-    """Every rank's profile, by its number: told along one axis after the other."""
-    known = {str(_own_number(axes)): mine.to_text()}
+    """Every rank's profile, by its number: gathered along one axis after the other."""
+    known: dict[str, Any] = {str(_own_number(axes)): asdict(mine)}
     for axis in axes:
-        heard: dict[str, str] = {}
         for text in share_text(axis, "OverlappedStep.tune", json.dumps(known)):
-            heard.update(json.loads(text))
-        known = heard
-    return {int(number): Profile.from_text(text) for number, text in known.items()}
+            known.update(json.loads(text))
+    return {int(number): Profile.read(saved) for number, saved in known.items()}
 
 
-def search(
-    world: World, profiles: dict[int, Profile], present: Orders, fixed: set[str], tries: int
-) -> list[Tried]:  # fmt: skip
+def search(world: World, profiles: dict[int, Profile], present: Orders, fixed: set[str], tries: int) -> list[Tried]:
     """Orders by their time in virtual time, the best first: some by rules, then changes of the best so far.
 
     ``fixed``: units that are sent first, or last, in any case.
     """
     tried: dict[Orders, Tried] = {}
 
-    def attempt(name: str, orders: Orders) -> float:
+    def attempt(name: str, orders: Orders) -> None:
         if orders not in tried:
             tried[orders] = Tried(name, orders, replay(world, profiles, orders))
-        return tried[orders].predicted
 
     for name, orders in _by_rules(world, profiles, present, fixed).items():
         if len(tried) < tries:
             attempt(name, orders)
-    draw = random.Random(0)
-    stuck = 0
+    draw, stuck = random.Random(0), 0
     while len(tried) < tries and stuck < 4 * tries:
         least = min(one.predicted for one in tried.values())
         best = draw.choice([one for one in tried.values() if one.predicted <= 1.001 * least])  # to leave a plateau
@@ -213,26 +221,21 @@ def _with_fixed(scatter: list[str], orders: Orders, fixed: set[str]) -> tuple[st
     return (*kept, *scatter) if orders.scatter[: len(kept)] == tuple(kept) else (*scatter, *kept)
 
 
-def _measure(step: OverlappedStep, axes: Sequence[Axis], tried: list[Tried], measure: int) -> list[Tried]:
-    """The best few and the present orders, run dry in turn; by the slowest rank's median, the fastest first."""
+def _measure(step: Tunable, tried: list[Tried], measure: int) -> list[Tried]:
+    """Dry runs of the best few and of the present orders, in turn; by the slowest rank's median, the fastest first."""
     chosen = tried[:measure] + [one for one in tried[measure:] if one.name == "present"]
     seconds: list[list[float]] = [[] for _ in chosen]
     for _ in range(_MEASURED):
         for place, one in enumerate(chosen):
-            _slowest(axes, 0)  # line up
-            record = step.dry_run(one.orders)
-            assert record.began is not None and record.ended is not None
-            seconds[place].append(_slowest(axes, int(1e9 * (record.ended - record.began))) / 1e9)
-    measured = [
-        Tried(one.name, one.orders, one.predicted, statistics.median(some))
-        for one, some in zip(chosen, seconds, strict=True)
-    ]
+            _slowest(step.axes, 0)  # line up
+            seconds[place].append(_slowest(step.axes, int(1e9 * step.dry_run(one.orders).seconds)) / 1e9)
+    measured = [replace(one, measured=statistics.median(some)) for one, some in zip(chosen, seconds, strict=True)]
     measured.sort(key=lambda one: one.measured or 0.0)
     return measured + [one for one in tried if one not in chosen]
 
 
 def _slowest(axes: Sequence[Axis], nanoseconds: int) -> int:
     for axis in axes:
-        told = axis.begin("OverlappedStep.tune", metadata=[nanoseconds]).metadata.wait()
-        nanoseconds = max(value for (value,) in told)
+        rows = axis.begin("OverlappedStep.tune", metadata=[nanoseconds]).metadata.wait()
+        nanoseconds = max(value for (value,) in rows)
     return nanoseconds

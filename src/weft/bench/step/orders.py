@@ -55,10 +55,11 @@ def run(report: Report, tries: int) -> None:
 
 
 def orders_of(axis: Axis, bucket_bytes: int | None, tries: int) -> list[dict[str, Any]]:
-    """The step on one rank, run dry and tuned; how long each order takes. (The first rank replays.)"""
+    """The step on one rank, tuned, and how long each order takes. (The first rank replays.)"""
     step, backward = build(axis, bucket_bytes)
     backward()
-    tuning = step.tune(MACHINE, tries=tries, show=False)
+    world = VirtualWorld(RANKS, MACHINE)
+    tuning = step.tune(world, tries=tries, show=False)
     profiles = gather_profiles(step.axes, Profile.of(step.dry_run(step.orders), step.axes))
     step.parts["RowAdam"].zero_grad()
     backward()  # its rows leave now
@@ -67,7 +68,7 @@ def orders_of(axis: Axis, bucket_bytes: int | None, tries: int) -> list[dict[str
     dry = axis.wire.clock() - before
     if axis.rank:
         return []
-    world, default = MACHINE.world(RANKS), Orders.default(step.units)
+    default = Orders.default(step.units)
     others = [name for name in default.work if not name.startswith("RowAdam")]
     third = read_order("work_order", [*others[:2], "RowAdam"], step.units, default.work)
     seconds = {

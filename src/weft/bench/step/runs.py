@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from weft.comm.wire import SoloWire
 from weft.ops.embedding import BigramHashEmbedding, ShardedEmbedding
 from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
 from weft.parallel.wrappers import axis_of_ranks, make_zero_adamw, wrap_with_ddp
-from weft.world import Machine
+from weft.world import Machine, VirtualWorld
 
 _LR = 1e-3
 _PEAK_STEPS = 3
@@ -36,10 +37,9 @@ class Sizes:
     vocabulary: int
     tokens: int  # of a rank in a step
 
-    @property
-    def tiny(self) -> Sizes:
-        """Of the same kind, for a first step that loads what the code needs."""
-        return Sizes(8, 1, 64, 64, 8)
+
+TINY = Sizes(8, 1, 64, 64, 8)  # for a first step that loads what the code needs
+Batch = tuple[Tensor, list[Tensor]]  # of a rank in a step: ids of rows, and the gradients of what `Model` returns
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Sample:
     cpu: float
     wall: float
     bytes_sent: int | None
-    told_bytes: int
+    ledger_bytes: int
     exposed: float
 
 
@@ -97,24 +97,6 @@ class Model(nn.Module):
         return [rows, *(parameter.view_as(parameter) for parameter in self.dense)]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What a step is given on a rank: ids of rows, and the gradients of what `Model` returns."""
-
-    ids: Tensor
-    grads: list[Tensor]
-
-    @staticmethod
-    def draw(model: Model, sizes: Sizes, rank: int, step: int) -> Batch:
-        """Bigrams of tokens by Zipf's law; gradients that are different on every rank."""
-        make = torch.Generator().manual_seed(1_000_003 * (1 + step) + rank)
-        drawn = torch.rand(1, sizes.tokens, generator=make, dtype=torch.float64)
-        tokens = (sizes.vocabulary**drawn).long() - 1
-        ids = BigramHashEmbedding(sizes.rows, 1, group=_alone(), device="meta").rows_of(tokens)
-        shapes = [(*ids.shape, sizes.width), *(parameter.shape for parameter in model.dense)]
-        return Batch(ids, [torch.randn(shape, generator=make) for shape in shapes])
-
-
 def _alone() -> Axis:
     return Axis.over(SoloWire())
 
@@ -132,38 +114,41 @@ class Run:
             table = nn.Embedding(sizes.rows, sizes.width, _weight=torch.zeros(sizes.rows, sizes.width))
         self.model = Model(sizes, table)
         self.wrapped: nn.Module = self.model if method.is_weft else wrap_with_ddp(axis, self.model)
-        self.optimizers = self._optimizers()
+        self.optimizers: Sequence[torch.optim.Optimizer] = self._optimizers()
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        model = self.model
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        model, axis, kind = self.model, self.axis, self.method.kind
         options: dict[str, Any] = {"lr": _LR, "weight_decay": 0.0}
-        if self.method.kind == "ddp":
+        if kind == "ddp":
             return [torch.optim.AdamW(model.parameters(), fused=True, **options)]
-        if self.method.kind == "zero":
-            return [make_zero_adamw(self.axis, model.parameters(), fused=True, **options)]
-        rows = RowAdam(model.table.parameters(), **options)
-        if self.method.matrices == "adamw":
-            parts: list[StepPart] = [ShardedAdamW(model.dense, group=self.axis, **options), rows]
-        else:
-            matrices = REKLS(model.matrices, variant="stable", group=_alone(), data_group=self.axis, **options)
-            parts = [matrices, ShardedAdamW([model.tokens, *model.norms], group=self.axis, **options), rows]
-        if self.method.kind == "sequence":
-            return list(parts)
+        if kind == "zero":
+            return [make_zero_adamw(axis, model.parameters(), fused=True, **options)]
+        parts: list[StepPart] = [RowAdam(model.table.parameters(), **options)]
+        others = model.dense
+        if self.method.matrices == "rekls":
+            parts.insert(0, REKLS(model.matrices, variant="stable", group=_alone(), data_group=axis, **options))
+            others = [model.tokens, *model.norms]
+        parts.insert(-1, ShardedAdamW(others, group=axis, **options))
+        if kind == "sequence":
+            return parts
         self.overlapped = OverlappedStep(parts, overlap_backward=True)
         return [self.overlapped]
 
     def draw(self, step: int) -> Batch:
-        return Batch.draw(self.model, self.sizes, self.axis.rank, step)
-
-    def differentiate(self, batch: Batch) -> None:
-        """Look rows up, and hand all gradients in."""
-        torch.autograd.backward(self.wrapped(batch.ids), batch.grads)
+        """Bigrams of tokens by Zipf's law; gradients that are different on every rank."""
+        sizes, make = self.sizes, torch.Generator().manual_seed(1_000_003 * (1 + step) + self.axis.rank)
+        drawn = torch.rand(1, sizes.tokens, generator=make, dtype=torch.float64)
+        tokens = (sizes.vocabulary**drawn).long() - 1
+        ids = BigramHashEmbedding(sizes.rows, 1, group=_alone(), device="meta").rows_of(tokens)
+        shapes = [(*ids.shape, sizes.width), *(parameter.shape for parameter in self.model.dense)]
+        return ids, [torch.randn(shape, generator=make) for shape in shapes]
 
     def step(self, batch: Batch, tune: Machine | None = None) -> None:
         """What is measured: from ids and gradients to new weights and no gradients; ``tune``: find orders for it."""
-        self.differentiate(batch)
+        ids, grads = batch
+        torch.autograd.backward(self.wrapped(ids), grads)
         if tune is not None and self.overlapped is not None:
-            self.overlapped.tune(tune, show=False)
+            self.overlapped.tune(VirtualWorld(self.axis.size, tune), show=False)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
@@ -201,7 +186,7 @@ def measure_peak(axis: Axis, method: Method, sizes: Sizes) -> int | None:
     _made.clear()
     found = None
     if axis.rank < method.ranks:
-        _train(_axis_of(axis, method.ranks), method, sizes.tiny)
+        _train(_axis_of(axis, method.ranks), method, TINY)
         gc.collect()
         found = peak_memory(lambda: _train(_axis_of(axis, method.ranks), method, sizes))
     line_up(axis)
@@ -249,10 +234,11 @@ def sample(axis: Axis, methods: list[Method], turn: int) -> dict[str, Sample]:
 
 def digest(axis: Axis) -> dict[str, str]:
     """A hash of each method's weights on this rank, to the bit."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, run in _made.items():
-        found[name] = hashlib.sha256()
+        hashed = hashlib.sha256()
         for weight in run.weights():
             held = weight.detach().contiguous()
-            found[name].update(ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()))
-    return {name: one.hexdigest() for name, one in found.items()}
+            hashed.update(ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()))
+        found[name] = hashed.hexdigest()
+    return found
