@@ -23,7 +23,7 @@ from weft.comm import Axis, record
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
 from weft.train.metrics import FAMILIES
-from weft.train.mixers import attend_linear, attend_softmax
+from weft.train.model import attend_linear, attend_softmax
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
 

@@ -9,7 +9,7 @@ from typing import Any
 import tyro
 
 from weft.train import stop_request
-from weft.train.entry import make_command
+from weft.train.config import make_command
 from weft.train.trainer import Trainer
 
 

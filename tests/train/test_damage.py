@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_run import SMALL, small_config
+from small_run import SMALL, find_checkpoint, small_config
 
 import weft
 from weft.parallel import checkpoint
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
-from weft.train.metrics import MetricsFile, read_lines
-from weft.train.run_folder import find_checkpoint, step_folder
+from weft.train.metrics import MetricsFile
+from weft.train.run_folder import read_lines, step_folder
 from weft.train.sample import load_model
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld

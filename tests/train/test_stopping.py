@@ -14,15 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_run import SMALL, virtual_mesh
+from small_run import SMALL, find_checkpoint, virtual_mesh
 from worlds import virtual_world
 
 import weft
 from weft.parallel.mesh import make_mesh
 from weft.train import stop_request
 from weft.train.config import TrainConfig
-from weft.train.metrics import read_lines
-from weft.train.run_folder import find_checkpoint, list_checkpoints
+from weft.train.run_folder import list_checkpoints, read_lines
 from weft.train.stop_request import StopRequest
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from small_run import SMALL, furthest, train_alone
 
-from weft.train.metrics import read_lines
-from weft.train.run_folder import list_checkpoints
+from weft.train.run_folder import list_checkpoints, read_lines
 from weft.train.sample import load_model
 
 pytestmark = pytest.mark.processes

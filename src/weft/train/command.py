@@ -22,9 +22,9 @@ from weft.parallel.local_rank import LocalRank
 from weft.parallel.mesh import make_mesh
 from weft.parallel.rendezvous import joined_world
 from weft.report.page import write_report
+from weft.train.checkpoints import say_what_is_whole
 from weft.train.config import TrainConfig, fit_mesh, read_config
-from weft.train.metrics import MetricsFile, read_lines
-from weft.train.progress import ProgressLine, show_config, traffic_table
+from weft.train.metrics import MetricsFile, ProgressLine, show_config, traffic_table
 from weft.train.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -33,14 +33,14 @@ from weft.train.run_folder import (
     check_resumable,
     is_run,
     list_checkpoints,
+    read_lines,
     remove_partial,
     run_of,
     saved_settings,
     step_folder,
     was_begun_by_this_job,
+    write_whole,
 )
-from weft.train.run_state import say_what_is_whole
-from weft.train.small_file import write_whole
 from weft.train.stop_request import StopRequest, status_of
 from weft.train.trainer import Trainer, open_data
 from weft.world.local_ranks import check_count, run_ranks

@@ -24,8 +24,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from weft.train.small_file import is_plain_file
-
 logger = logging.getLogger(__name__)
 BYTES = 256  # the vocabulary of text
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
@@ -223,7 +221,7 @@ def _pack(folder: Path, paths: Iterable[Path], left_out: Counter[str]) -> tuple[
 def _why_not(path: Path, packed: bytearray) -> str | None:
     """Add the text in a file; why nothing was added, if so."""
     begin = len(packed)
-    if not is_plain_file(path):
+    if not os.path.isfile(path):
         return "unreadable"
     try:
         where = _append_text(path, packed)
