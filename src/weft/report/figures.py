@@ -6,11 +6,9 @@ import json
 import math
 from html import escape
 
-from weft.report.charts import COLUMN, WIDTHS, Curve, byte_bars, plot
-from weft.report.run import Run, Step, in_order
-from weft.report.scale import Point, plain_number, short, size_of, thin
-from weft.report.style import family_class
-from weft.report.timeline import draw_timeline, legend, length, swatch
+from weft.report.charts import COLUMN, Curve, byte_bars, draw_timeline, legend, length, plot
+from weft.report.run import Run, Step, family_class, in_order
+from weft.report.svg import WIDTHS, Point, plain_number, short, size_of, swatch, thin
 
 ROWS = 100  # of the table behind a figure; all steps are in metrics.jsonl
 

@@ -28,6 +28,11 @@ def in_order(families: Iterable[str]) -> list[str]:
     return sorted(set(families), key=lambda name: (known.get(name, len(FAMILIES)), name))
 
 
+def family_class(family: str) -> str:
+    """The class of the stylesheet that sets a family's colour, ``--c``."""
+    return f"f{FAMILIES.index(family)}" if family in FAMILIES else "fx"
+
+
 @dataclass(frozen=True)
 class Step:
     """One line of metrics.jsonl. Bytes are summed over ranks, exposed seconds are the mean over ranks."""

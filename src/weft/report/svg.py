@@ -1,11 +1,51 @@
-"""Scales of a chart: from values to places, round numbers for ticks, and words for numbers."""
+"""Pieces of a chart as SVG text: shapes, scales from values to places, round numbers for ticks, words for numbers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from html import escape
 
 Point = tuple[float, float]
+WIDTHS = {"wide": 728, "narrow": 340}  # every chart is drawn for wide and for narrow pages, with letters of one size
+LETTER = 6.4  # width of a letter of a label, on the wide side
+
+
+def svg(kind: str, width: str, height: float, label: str, inside: list[str], more: str = "") -> str:
+    """One picture; ``width`` is a key of WIDTHS."""
+    box = f'viewBox="0 0 {WIDTHS[width]} {height:.0f}"'
+    return (
+        f'<svg class="{kind} {width}" {box} role="img" aria-label="{escape(label)}"{more}>\n'
+        + "\n".join(inside)
+        + "\n</svg>"
+    )
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """Words whose baseline is at y."""
+    named = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'
+
+
+def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    """A straight line."""
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def rectangle(kind: str, x: float, y: float, width: float, height: float, title: str = "", more: str = "") -> str:
+    """A rectangle, with words for a pointer that rests on it."""
+    hint = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{more}{hint}'
+
+
+def swatch(kind: str) -> str:
+    """A small square in the colour of a class."""
+    return swatch_of(f'<rect class="{kind}" width="10" height="10"/>')
+
+
+def swatch_of(inside: str) -> str:
+    """A small square with something in it."""
+    return f'<svg class="swatch" viewBox="0 0 10 10" aria-hidden="true">{inside}</svg>'
 
 
 @dataclass(frozen=True)
