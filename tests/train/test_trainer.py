@@ -15,8 +15,7 @@ import weft
 from weft.parallel.mesh import make_mesh
 from weft.train.batches import IGNORED, validation_batches
 from weft.train.metrics import FAMILIES, StepTraffic, family_of, gather_step, spans_of
-from weft.train.model import Place
-from weft.train.optimizer import rate_at
+from weft.train.model import Place, rate_at
 from weft.train.trainer import Trainer
 
 

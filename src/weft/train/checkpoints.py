@@ -20,7 +20,6 @@ from weft.errors import CommError
 from weft.parallel import checkpoint
 from weft.train.config import MODEL, TrainConfig, flag, take_settings
 from weft.train.model import LanguageModel
-from weft.train.optimizer import names_of
 from weft.train.run_folder import list_checkpoints, newest_whole, read_facts, step_folder, whole_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ def tensors_of(model: LanguageModel, step: weft.optim.OverlappedStep) -> tuple[d
     """(tensors by name, parameter groups) of a run's state; all ranks must ask."""
     saved = step.state_dict()  # first: it brings rows up to date
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    for name, state in zip(names_of(model, step), _states(saved), strict=True):
+    for name, state in zip(_names(model, step), _states(saved), strict=True):
         tensors.update({f"optimizer.{name}.{key}": value for key, value in state.items()})
     return tensors, saved
 
@@ -128,7 +127,7 @@ class StateToLoad:
         """
         model, step, tensors = self._model, self._step, self._tensors
         model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
-        prefixes = [f"optimizer.{name}." for name in names_of(model, step)]
+        prefixes = [f"optimizer.{name}." for name in _names(model, step)]
         states = {
             number: {key: tensors[prefix + key] for key in state}
             for number, (prefix, state) in enumerate(zip(prefixes, _states(self._saved), strict=True))
@@ -170,6 +169,12 @@ def groups_to_save(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
          if name not in ("params", "param_names")}
         for group in saved["param_groups"]
     ]  # fmt: skip
+
+
+def _names(model: LanguageModel, step: weft.optim.OverlappedStep) -> list[str]:
+    """The name of each parameter, in the order in which the step numbers them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in step.param_groups for parameter in group["params"]]
 
 
 def _states(saved: Mapping[str, Any]) -> list[dict[str, Any]]:

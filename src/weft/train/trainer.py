@@ -21,8 +21,7 @@ from weft.train.checkpoints import Resumption, Saver, StateToLoad, groups_to_sav
 from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
 from weft.train.metrics import StepResult, gather_floats, gather_step, spans_of
-from weft.train.model import LanguageModel, Place
-from weft.train.optimizer import make_step, rate_at, set_rates
+from weft.train.model import LanguageModel, Place, make_step, rate_at, set_rates
 from weft.train.run_folder import leave_behind, run_of, write_whole
 
 
