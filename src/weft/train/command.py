@@ -1,4 +1,4 @@
-"""`weft train`: read settings, start local ranks or join torchrun's, train until done or stopped, say what went wrong."""
+"""`weft train`: read settings, start ranks or join torchrun's, train until done or stopped, say what went wrong."""
 
 from __future__ import annotations
 
