@@ -11,8 +11,8 @@ WIDTHS = {"wide": 728, "narrow": 340}  # every chart is drawn for wide and for n
 LETTER = 6.4  # width of a letter of a label, on the wide side
 
 
-def svg(kind: str, width: str, height: float, label: str, inside: list[str], more: str = "") -> str:
-    """One picture; ``width`` is a key of WIDTHS."""
+def drawing(kind: str, width: str, height: float, label: str, inside: list[str], more: str = "") -> str:
+    """A whole chart; ``width`` is a key of WIDTHS."""
     box = f'viewBox="0 0 {WIDTHS[width]} {height:.0f}"'
     return (
         f'<svg class="{kind} {width}" {box} role="img" aria-label="{escape(label)}"{more}>\n'
@@ -38,14 +38,14 @@ def rectangle(kind: str, x: float, y: float, width: float, height: float, title:
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{more}{hint}'
 
 
-def swatch(kind: str) -> str:
-    """A small square in the colour of a class."""
-    return swatch_of(f'<rect class="{kind}" width="10" height="10"/>')
-
-
-def swatch_of(inside: str) -> str:
-    """A small square with something in it."""
+def swatch(inside: str) -> str:
+    """A small square with shapes of 10 x 10 in it."""
     return f'<svg class="swatch" viewBox="0 0 10 10" aria-hidden="true">{inside}</svg>'
+
+
+def colour_swatch(kind: str) -> str:
+    """A small square in the colour of a class."""
+    return swatch(f'<rect class="{kind}" width="10" height="10"/>')
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,12 @@ class Scale:
         return log_ticks(self.low, self.high, count) if self.log else round_ticks(self.low, self.high, count)
 
 
-def round_step(length: float, count: int) -> float:
-    """1, 2 or 5 times a power of ten: the least of which ``count`` cover a length."""
-    rough = length / max(1, count)
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-
-
 def round_ticks(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` multiples of a round number."""
-    step = round_step(high - low, count)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)]
+    """Multiples of 1, 2 or 5 times a power of ten: of the least step that needs no more than about ``count``."""
+    rough = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [place * step for place in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float, count: int) -> list[float]:
@@ -117,11 +111,10 @@ def thin(points: list[Point], columns: int) -> list[Point]:
         columns_of.setdefault(min(columns - 1, int((x - first) / length * columns)), []).append(place)
     for column in columns_of.values():
         finite = [place for place in column if math.isfinite(points[place][1])]
-        broken = [place for place in column if not math.isfinite(points[place][1])]
-        kept.update(broken[:1])
+        kept.update([place for place in column if not math.isfinite(points[place][1])][:1])
         if finite:
-            kept.update((finite[0], finite[-1]))
-            kept.update((min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])))
+            by_value = sorted(finite, key=lambda place: points[place][1])
+            kept.update((finite[0], finite[-1], by_value[0], by_value[-1]))
     return [points[place] for place in sorted(kept)]
 
 
