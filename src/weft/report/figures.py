@@ -103,21 +103,13 @@ def loss_figure(run: Run, beside: Run | None) -> str:
     """Both losses on one plot, and how far they are apart."""
     other = beside.steps if beside else []
     name, other_name = names(run, beside)
-    mine, theirs = curve_of(run.steps, "loss"), curve_of(other, "loss")
-    valid, their_valid = there(curve_of(run.steps, "valid_loss")), there(curve_of(other, "valid_loss"))
+    mine = Curve(name, "run under" if other else "run", curve_of(run.steps, "loss"))
+    theirs = Curve(other_name, "beside", curve_of(other, "loss"))
+    valid = Curve(f"{name}, validation", "run", there(curve_of(run.steps, "valid_loss")), mark="dot")
+    their_valid = Curve(f"{other_name}, validation", "beside", there(curve_of(other, "valid_loss")), mark="ring")
     steps = step_range(run.steps, other)
-    curves = [Curve(name, "run under" if other else "run", mine)]
-    series = [(name, mine)]
-    if valid:
-        series.append((f"{name}, validation", valid))
-    if other:
-        curves.append(Curve(other_name, "beside", theirs))
-        series.append((other_name, theirs))
-    if their_valid:
-        curves.append(Curve(f"{other_name}, validation", "beside", their_valid, mark="ring"))
-        series.append((f"{other_name}, validation", their_valid))
-    if valid:
-        curves.append(Curve(f"{name}, validation", "run", valid, mark="dot"))
+    curves = [curve for curve in (mine, theirs, their_valid, valid) if curve.points]
+    series = [(curve.name, curve.points) for curve in (mine, valid, theirs, their_valid) if curve.points]
     values = [y for curve in curves for _, y in there(curve.points)]
     steep = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
     title = "Training loss, log scale" if steep else "Training loss"
@@ -136,10 +128,9 @@ def loss_figure(run: Run, beside: Run | None) -> str:
         caption.append("The same run in one process can be drawn over it: give its folder as --beside.")
     else:
         caption.append(f"{beside.folder} has no whole step: no second curve.")
-    if valid:
-        caption.append(
-            "Points: loss on the held-out part" + (", filled and open for the two runs." if their_valid else ".")
-        )
+    if valid.points:
+        both = ", filled and open for the two runs" if their_valid.points else ""
+        caption.append(f"Points: loss on the held-out part{both}.")
     caption += [said for said in (say_broken(run, name), say_broken(beside, other_name)) if said]
     inside += [f"<figcaption>{escape(' '.join(caption))}</figcaption>", numbers_table(series)]
     return figure("loss", "Loss", inside, read_outs(series, steps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from weft.errors import CommError
 from weft.parallel import checkpoint
 from weft.train.config import MODEL, TrainConfig, flag, take_settings
 from weft.train.model import LanguageModel
-from weft.train.run_folder import list_checkpoints, newest_whole, read_facts, step_folder, whole_checkpoints
+from weft.train.run_folder import list_checkpoints, read_facts, say_what_is_whole, step_folder, whole_checkpoints
 
 logger = logging.getLogger(__name__)
 FIXED = (*MODEL, "length", "seed", "variant")  # weights, the place in the data and the optimizer's state rest on them
@@ -35,37 +35,43 @@ class Saver:
         self._run, self._keep, self.group = run, keep, checkpoint.new_group()
         self._under_way: tuple[Future[Any], Path] | None = None
 
-    def start(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Begin to write the checkpoint of a step; all ranks must call it."""
+    def start(self, model: LanguageModel, step: weft.optim.OverlappedStep, facts: Mapping[str, Any]) -> None:
+        """Begin to write the checkpoint of ``facts["step"]``; all ranks must call it."""
+        tensors, saved = _tensors_of(model, step)
+        groups = [  # as JSON holds them: without the parameters, which have names
+            {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()
+             if name not in ("params", "param_names")}
+            for group in saved["param_groups"]
+        ]  # fmt: skip
         self.wait()
-        folder = step_folder(self._run, step)
-        begun = checkpoint.start_saving(folder, tensors, {"step": step, **facts}, self._forget_old, self.group)
+        folder = step_folder(self._run, facts["step"])
+        begun = checkpoint.start_saving(folder, tensors, {**facts, "groups": groups}, self._remove_old, self.group)
         self._under_way = begun, folder
 
     def wait(self) -> None:
         """Until the last one is written. Raises on every rank if it could not be; those before it are as they were."""
-        if self._under_way is None:
-            return
-        (future, folder), self._under_way = self._under_way, None
-        error = future.exception()
-        if error is None:
-            return
-        shutil.rmtree(checkpoint.partial_name(folder), ignore_errors=True)
-        raise RuntimeError(
-            f"train: the checkpoint {folder} could not be written: {checkpoint.why_not_saved(error)}; "
-            f"{say_what_is_whole(self._run)}"
-        ) from error
+        error, folder = self._end(None)
+        if error is not None:
+            why = checkpoint.why_not_saved(error)
+            words = f"train: the checkpoint {folder} could not be written: {why}; {say_what_is_whole(self._run)}"
+            raise RuntimeError(words) from error
 
     def close(self) -> None:
         """After training has failed: what is half written is not left behind."""
-        if self._under_way is None:
-            return
-        (future, folder), self._under_way = self._under_way, None
-        wait([future], _END_OF_WRITE)
-        if future.done() and future.exception() is not None:
-            shutil.rmtree(checkpoint.partial_name(folder), ignore_errors=True)
+        self._end(_END_OF_WRITE)
 
-    def _forget_old(self) -> None:
+    def _end(self, seconds: float | None) -> tuple[BaseException | None, Path]:
+        """Wait that long for what is under way; (why it failed, its folder)."""
+        if self._under_way is None:
+            return None, self._run
+        (future, folder), self._under_way = self._under_way, None
+        wait([future], seconds)
+        error = future.exception() if future.done() else None
+        if error is not None:
+            shutil.rmtree(checkpoint.partial_name(folder), ignore_errors=True)
+        return error, folder
+
+    def _remove_old(self) -> None:
         for folder in list_checkpoints(self._run)[self._keep :]:
             gone = checkpoint.partial_name(folder)
             try:
@@ -76,13 +82,7 @@ class Saver:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def say_what_is_whole(run: Path) -> str:
-    """Which checkpoint training can go on from."""
-    before = newest_whole(run)
-    return f"{before} is whole" if before is not None else "there is no whole checkpoint before it"
-
-
-def tensors_of(model: LanguageModel, step: weft.optim.OverlappedStep) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _tensors_of(model: LanguageModel, step: weft.optim.OverlappedStep) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors by name, parameter groups) of a run's state; all ranks must ask."""
     saved = step.state_dict()  # first: it brings rows up to date
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -97,24 +97,24 @@ class StateToLoad:
     def __init__(self, model: LanguageModel, step: weft.optim.OverlappedStep) -> None:
         """All ranks must make one."""
         self._model, self._step = model, step
-        tensors, self._saved = tensors_of(model, step)
+        tensors, self._saved = _tensors_of(model, step)
         self._tensors = {name: value.detach().clone() for name, value in tensors.items()}
 
     def check(self, folder: Path) -> None:
         """Raise if the checkpoint holds other tensors."""
-        there = checkpoint.saved_shapes(folder)
-        if set(self._tensors) != set(there):
-            lacking, more = sorted(set(self._tensors) - set(there)), sorted(set(there) - set(self._tensors))
-            raise ValueError(
-                f"train: the checkpoint {folder} is of another model or optimizer: it lacks {lacking[:3]}, and has "
-                f"besides {more[:3]}; resume with the settings it was made with"
-            )
-        for name, value in self._tensors.items():
-            if tuple(value.shape) != there[name]:
-                raise ValueError(
-                    f"train: the checkpoint {folder} is of another model or optimizer: its {name} is "
-                    f"{list(there[name])}, not {list(value.shape)}; resume with the settings it was made with"
-                )
+        there, wanted = checkpoint.saved_shapes(folder), {name: tuple(t.shape) for name, t in self._tensors.items()}
+        if there == wanted:
+            return
+        if set(there) != set(wanted):
+            lacking, more = sorted(set(wanted) - set(there)), sorted(set(there) - set(wanted))
+            words = f"it lacks {lacking[:3]}, and has besides {more[:3]}"
+        else:
+            name = next(name for name in wanted if there[name] != wanted[name])
+            words = f"its {name} is {list(there[name])}, not {list(wanted[name])}"
+        raise ValueError(
+            f"train: the checkpoint {folder} is of another model or optimizer: {words}; resume with the settings it "
+            f"was made with"
+        )
 
     def read(self, folder: Path, group: Any) -> None:
         """All ranks must call it; nothing of the run is changed."""
@@ -149,26 +149,14 @@ def check_sizes(folder: Path, config: TrainConfig, vocabulary: int) -> None:
         "model.bigrams.weight": (config.table_rows, config.width),
         "model.blocks.0.mlp.up.weight": (config.hidden, config.width),
     }
+    by_settings = f"the checkpoint {folder} is damaged: by its settings"
     for name, shape in wanted.items():
-        if shapes.get(name) != shape:
+        if (held := shapes.get(name)) != shape:
             raise ValueError(
-                f"the checkpoint {folder} is damaged: by its settings {name} is {list(shape)}, but it holds "
-                f"{list(shapes[name]) if name in shapes else 'none'}"
+                f"{by_settings} {name} is {list(shape)}, but it holds {'none' if held is None else list(held)}"
             )
     if len(blocks) != config.layers:
-        raise ValueError(
-            f"the checkpoint {folder} is damaged: by its settings it has {config.layers} blocks, but it holds "
-            f"{len(blocks)}"
-        )
-
-
-def groups_to_save(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parameter groups as JSON holds them: without the parameters, which have names."""
-    return [
-        {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()
-         if name not in ("params", "param_names")}
-        for group in saved["param_groups"]
-    ]  # fmt: skip
+        raise ValueError(f"{by_settings} it has {config.layers} blocks, but it holds {len(blocks)}")
 
 
 def _names(model: LanguageModel, step: weft.optim.OverlappedStep) -> list[str]:
@@ -198,15 +186,12 @@ class Resumption:
         assert config.resume is not None
         self._world, self._config = world, config
         self._path = config.out if config.resume == "auto" else config.resume
-        self._candidates = self._find_candidates()
+        own = self._path.resolve() == config.out.resolve()
+        # A run that has none ended before its first checkpoint, or has never begun.
+        none_yet = own and not list_checkpoints(self._path)
+        self._candidates = iter(()) if none_yet else whole_checkpoints(self._path)
         self.folder, self.facts = Path(), None  # type: tuple[Path, dict[str, Any] | None]
         self._choose_next()
-
-    def _find_candidates(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        own = self._path.resolve() == self._config.out.resolve()
-        if own and not list_checkpoints(self._path):
-            return iter(())  # it ended before its first checkpoint, or has never begun
-        return whole_checkpoints(self._path)
 
     def _choose_next(self) -> None:
         fault, chosen = None, ""

@@ -27,7 +27,6 @@ from weft.parallel.mesh import make_mesh
 from weft.parallel.rendezvous import joined_world
 from weft.report.page import write_report
 from weft.train import run_folder
-from weft.train.checkpoints import say_what_is_whole
 from weft.train.config import TrainConfig, fit_mesh, read_config
 from weft.train.metrics import MetricsFile, ProgressLine, show_config, traffic_table
 from weft.train.trainer import Trainer, open_data
@@ -190,7 +189,8 @@ def _run(config: TrainConfig, trainer: Trainer) -> None:
         _write_steps(config, trainer)
     except OSError as error:
         path, why = error.filename or config.out, error.strerror or error
-        raise RuntimeError(f"train: {path} could not be written: {why}; {say_what_is_whole(config.out)}") from error
+        whole = run_folder.say_what_is_whole(config.out)
+        raise RuntimeError(f"train: {path} could not be written: {why}; {whole}") from error
     if trainer.ended_by:
         name, saved = signal.Signals(trainer.ended_by).name, run_folder.step_folder(config.out, trainer.done)
         _say(f"{name}: stopped after step {trainer.done}, saved as {saved}; --resume {config.out} goes on")

@@ -25,94 +25,59 @@ LONGEST_WAIT = 1e7  # seconds
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run of `weft train`."""
+    """A run of `weft train`; what stands beside a setting is its help."""
 
-    out: Path = Path("run")
-    """Folder of the run: config.json, metrics.jsonl, checkpoints."""
+    out: Path = Path("run")  # Folder of the run: config.json, metrics.jsonl, checkpoints.
     resume: Literal["auto"] | Path | None = None
     """Go on with the newest whole checkpoint of this run's folder (or with this checkpoint). auto: with that of --out,
     or begin there if it has none."""
-    steps: int = 200
-    """Optimizer steps in all."""
-    seed: int = 0
-    """Of the weights at the start and of the order of the data."""
-    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """bf16: fp32 weights, products in bf16 (autocast)."""
+    steps: int = 200  # Optimizer steps in all.
+    seed: int = 0  # Of the weights at the start and of the order of the data.
+    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"  # bf16: fp32 weights, products in bf16 (autocast).
 
     dp: int | None = None
     """Data-parallel ranks: they have other sequences. Left out: what --cp and --tp leave of the ranks."""
-    cp: int = 1
-    """Context-parallel ranks: each sequence is cut over them."""
-    tp: int = 1
-    """Tensor-parallel ranks: heads and hidden units are cut over them."""
+    cp: int = 1  # Context-parallel ranks: each sequence is cut over them.
+    tp: int = 1  # Tensor-parallel ranks: heads and hidden units are cut over them.
     wrap: Literal["weft", "ddp", "fsdp2"] = "weft"
     """Who averages dense gradients: one overlapped step, DistributedDataParallel or FSDP2."""
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """How a sequence is cut over the context-parallel ranks."""
-    timeout: float = 600.0
-    """Seconds after which a rank that waits for another gives up."""
+    layout: Literal["zigzag", "contiguous"] = "zigzag"  # How a sequence is cut over the context-parallel ranks.
+    timeout: float = 600.0  # Seconds after which a rank that waits for another gives up.
     grace: float = 25.0
     """Seconds after SIGTERM or Ctrl-C in which the step is finished and saved; then the run ends without."""
 
     data: Path | None = None
     """Text file, folder of text, or token .bin. Left out: the source text of Python's standard library."""
-    token_bytes: Literal[1, 2, 4] = 2
-    """Bytes of a token in a .bin."""
-    document_token: int | None = None
-    """The token that begins a document in a .bin."""
-    held_out: float = 0.02
-    """Part of the data that is kept for the validation loss."""
-    length: int = 1024
-    """Tokens of a sequence."""
-    batch: int = 4
-    """Sequences of a step, over all ranks."""
+    token_bytes: Literal[1, 2, 4] = 2  # Bytes of a token in a .bin.
+    document_token: int | None = None  # The token that begins a document in a .bin.
+    held_out: float = 0.02  # Part of the data that is kept for the validation loss.
+    length: int = 1024  # Tokens of a sequence.
+    batch: int = 4  # Sequences of a step, over all ranks.
 
-    width: int = 128
-    """Of the residual stream."""
-    layers: int = 4
-    """Blocks of the model."""
-    pattern: str = "ls"
-    """Kinds of blocks, repeated: l for linear attention, s for softmax attention."""
-    heads: int = 4
-    """Query heads."""
-    kv_heads: int = 2
-    """Key/value heads of softmax attention."""
-    hidden: int = 256
-    """Hidden units of each block's MLP."""
-    table_rows: int = 65_537
-    """Rows of the table of hashed bigrams."""
-    vocabulary: int | None = None
-    """Tokens there are. Left out: 256 for text, what a .bin needs."""
+    width: int = 128  # Of the residual stream.
+    layers: int = 4  # Blocks of the model.
+    pattern: str = "ls"  # Kinds of blocks, repeated: l for linear attention, s for softmax attention.
+    heads: int = 4  # Query heads.
+    kv_heads: int = 2  # Key/value heads of softmax attention.
+    hidden: int = 256  # Hidden units of each block's MLP.
+    table_rows: int = 65_537  # Rows of the table of hashed bigrams.
+    vocabulary: int | None = None  # Tokens there are. Left out: 256 for text, what a .bin needs.
 
-    lr: float = 0.006
-    """Of REKLS, on the matrices of the blocks."""
-    variant: Literal["stable", "exact"] = "stable"
-    """Of REKLS. Only stable follows one process on any mesh."""
-    lr_adamw: float = 0.003
-    """Of AdamW, on embeddings, head and norms."""
-    lr_rows: float = 0.003
-    """Of the exact Adam on the rows of the bigram table."""
-    weight_decay: float = 0.01
-    """Of matrices, embeddings and head."""
-    warmup: int = 20
-    """Steps until the full rates; then they fall along a cosine."""
-    lr_end: float = 0.1
-    """What is left of the rates at the end."""
-    clip: float = 1.0
-    """Largest norm of all gradients together."""
-    tune: int = 0
-    """Look for better orders of the overlapped step before this step (0: do not)."""
+    lr: float = 0.006  # Of REKLS, on the matrices of the blocks.
+    variant: Literal["stable", "exact"] = "stable"  # Of REKLS. Only stable follows one process on any mesh.
+    lr_adamw: float = 0.003  # Of AdamW, on embeddings, head and norms.
+    lr_rows: float = 0.003  # Of the exact Adam on the rows of the bigram table.
+    weight_decay: float = 0.01  # Of matrices, embeddings and head.
+    warmup: int = 20  # Steps until the full rates; then they fall along a cosine.
+    lr_end: float = 0.1  # What is left of the rates at the end.
+    clip: float = 1.0  # Largest norm of all gradients together.
+    tune: int = 0  # Look for better orders of the overlapped step before this step (0: do not).
 
-    validate_every: int = 50
-    """Steps between validation losses (0: none)."""
-    validate_batches: int = 4
-    """Batches of held-out data in a validation loss."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints (0: only at the end)."""
-    keep: int = 2
-    """Checkpoints to keep."""
-    timeline_step: int = 10
-    """The step whose timeline is written for the report (0: none)."""
+    validate_every: int = 50  # Steps between validation losses (0: none).
+    validate_batches: int = 4  # Batches of held-out data in a validation loss.
+    checkpoint_every: int = 50  # Steps between checkpoints (0: only at the end).
+    keep: int = 2  # Checkpoints to keep.
+    timeline_step: int = 10  # The step whose timeline is written for the report (0: none).
 
     @property
     def kinds(self) -> str:

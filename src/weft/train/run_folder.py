@@ -247,15 +247,15 @@ def check_resumable(path: Path) -> None:
         raise ValueError(f"train: --resume {path} is neither a run with a checkpoint nor a checkpoint")
 
 
-def newest_whole(run: Path) -> Path | None:
-    """The newest checkpoint whose files are there with their sizes, if there is one."""
+def say_what_is_whole(run: Path) -> str:
+    """The newest checkpoint whose files are there with their sizes, from which training can go on."""
     for folder in list_checkpoints(run):
         try:
             checkpoint.read_manifest(folder)
         except ValueError:
             continue
-        return folder
-    return None
+        return f"{folder} is whole"
+    return "there is no whole checkpoint before it"
 
 
 def saved_settings(path: Path) -> TrainConfig | None:

@@ -17,7 +17,7 @@ from weft.comm.text import share_text
 from weft.parallel.mesh import ParallelMesh
 from weft.parallel.wrappers import wrap_with_ddp_beside_tables, wrap_with_fsdp2
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
-from weft.train.checkpoints import Resumption, Saver, StateToLoad, groups_to_save, tensors_of
+from weft.train.checkpoints import Resumption, Saver, StateToLoad
 from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
 from weft.train.metrics import StepResult, gather_floats, gather_step, spans_of
@@ -200,13 +200,12 @@ class Trainer:
     # Checkpoints.
 
     def _save(self) -> None:
-        tensors, saved = tensors_of(self.model, self.step)
         facts = {
-            "position": self._batches.position, "groups": groups_to_save(saved), "data": self.corpus.digest,
+            "step": self.done, "position": self._batches.position, "data": self.corpus.digest,
             "vocabulary": self.model.vocabulary, "mesh": list(self.mesh.shape),
             "config": json.loads(self.config.as_json()),
         }  # fmt: skip
-        self._saver.start(self.done, tensors, facts)
+        self._saver.start(self.model, self.step, facts)
 
     def _resume(self, before: Resumption) -> int:
         """Take up the state of a checkpoint; the position in the data. What came after it is moved aside."""
