@@ -138,10 +138,10 @@ def test_two_hosts(tmp_path: Path, config: Path, hosts: list[str]) -> None:
         for rank, host in enumerate(hosts)
     ]  # fmt: skip
     try:
-        told = [process.communicate(timeout=SECONDS)[0] for process in running]
+        printed = [process.communicate(timeout=SECONDS)[0] for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0], told
+    assert [process.returncode for process in running] == [0, 0], printed
     found = [loss for _, loss, _ in losses_in(tmp_path / "run")]
     assert furthest(found, train_alone(steps=12)) < 1e-6

@@ -229,7 +229,7 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def draw_work(spans: list[Span], along: Scale, y: float, nearest: float) -> list[str]:
-    """Pieces of work, with their names where there is room."""
+    """Pieces of work, with their names where there is space."""
     drawn = []
     for span in merge([s for s in spans if s.kind == "work"], nearest, by_name=True):
         start, end = along(span.start), along(span.end)

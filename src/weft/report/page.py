@@ -55,7 +55,7 @@ def show_report(
 
 
 def write_report(run: Path, *, beside: Path | None = None, out: Path | None = None) -> Path:
-    """Write the report of a run's folder and return its path, ``RUN/report.html`` unless told otherwise.
+    """Write the report of a run's folder and return its path, ``RUN/report.html`` unless ``out`` is given.
 
     ``beside`` is the folder of the same run in one process, whose losses are drawn over those of ``run``. The file is
     whole or not there: it is written under another name first.

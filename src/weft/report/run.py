@@ -112,7 +112,7 @@ class Run:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write what a report is, whole or not at all; ValueError if there can be no such file, OSError if no room."""
+    """Write a file, whole or not at all; ValueError if there can be no such file, OSError if the disk is full."""
     try:
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "not a file"

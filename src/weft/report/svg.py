@@ -87,14 +87,14 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def fit(values: list[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Scale:
-    """The scale that holds all values, with a little room; one value gets room on both sides."""
+    """The scale that holds all values, with a little margin; one value gets some on both sides."""
     low, high = min(values), max(values)
     if log:
         return Scale(low / 1.3, high * 1.3, start, end, log=True)
     if zero:
         low, high = min(0.0, low), max(0.0, high) * 1.08
-    room = 0.0 if zero and high > low else 0.05 * (high - low) or abs(high) * 0.1 or 1.0
-    return Scale(low if zero else low - room, high + room, start, end)
+    margin = 0.0 if zero and high > low else 0.05 * (high - low) or abs(high) * 0.1 or 1.0
+    return Scale(low if zero else low - margin, high + margin, start, end)
 
 
 def thin(points: list[Point], columns: int) -> list[Point]:
@@ -119,7 +119,7 @@ def thin(points: list[Point], columns: int) -> list[Point]:
 
 
 def spread(places: list[float], apart: float, low: float, high: float) -> list[float]:
-    """Places of labels moved until they are ``apart``, in the same order, within low..high if there is room."""
+    """Places of labels moved until they are ``apart``, in the same order, within low..high if there is space."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     floor = low

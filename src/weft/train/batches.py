@@ -56,6 +56,9 @@ class Batches:
     cu_seqlens. shuffle: False takes sequences as they lie. stop: end at this position; the last batch may be smaller
     and is filled up (see `validation_batches`). Nothing crosses ranks.
 
+    ``position`` is the number of sequences in the batches handed out so far, of all data ranks and epochs: to go on
+    from there later, on any mesh. ``sequences``: of one epoch.
+
     >>> from weft.train.corpus import open_corpus
     >>> with Batches(open_corpus(None), length=64, batch=8, hash_rows=lambda tokens, bounds: tokens.int()) as batches:
     ...     next(batches).tokens.shape, batches.position
@@ -84,35 +87,24 @@ class Batches:
         place = _Place(data_rank, data_size, context_rank, context_size, layout)
         if fault := _find_fault(batch, position, place, stop):
             raise fault
-        self._position, self._batch, self._stop = position, batch, stop
-        self._count = stream.count
+        self.position, self.sequences = position, stream.count
+        self._batch, self._stop = batch, stop
         self._ahead = _ReadAhead(_batches(stream, place, batch, position, stop, hash_rows), read_ahead)
         # Also at exit: a daemon thread that is stopped within an operator of torch takes the process with it.
         self._close = weakref.finalize(self, self._ahead.end)
 
     @property
-    def position(self) -> int:
-        """Sequences in the batches handed out so far, of all data ranks and epochs: to go on from there later."""
-        return self._position
-
-    @property
     def epoch(self) -> int:
         """How many times every sequence has been handed out."""
-        return self._position // self._count
-
-    @property
-    def sequences(self) -> int:
-        """Of one epoch."""
-        return self._count
+        return self.position // self.sequences
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Batch:
         batch = self._ahead.take()
-        self._position += self._batch
-        if self._stop is not None:
-            self._position = min(self._position, self._stop)
+        after = self.position + self._batch
+        self.position = after if self._stop is None else min(after, self._stop)
         return batch
 
     def peek(self) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
@@ -63,7 +64,11 @@ def read_defaults(arguments: Sequence[str]) -> TrainConfig:
     """The settings that flags start from: those of the run to resume, under those of the config file."""
     file = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     given = TrainConfig() if file is None else read_config(file)
-    resume, out = _value_of("--resume", arguments) or given.resume, _value_of("--out", arguments) or given.out
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--resume", "--out"):
+        parser.add_argument(name, nargs="?")
+    flags = parser.parse_known_args(arguments)[0]
+    resume, out = flags.resume or given.resume, flags.out or given.out
     if resume is None or resume == "None":
         return given
     path = Path(out if resume == "auto" else resume)
@@ -80,17 +85,6 @@ def read_defaults(arguments: Sequence[str]) -> TrainConfig:
     if "RANK" in os.environ:
         saved = dataclasses.replace(saved, dp=None)  # as many as there are now
     return saved if file is None else read_config(file, saved)
-
-
-def _value_of(name: str, arguments: Sequence[str]) -> str | None:
-    """What follows a flag, the last time it is there."""
-    found = None
-    for at, argument in enumerate(arguments):
-        if argument.startswith(f"{name}="):
-            found = argument.removeprefix(f"{name}=")
-        elif argument == name and at + 1 < len(arguments):
-            found = arguments[at + 1]
-    return found
 
 
 def start(config: TrainConfig, arguments: Sequence[str]) -> None:

@@ -172,7 +172,7 @@ class MetricsFile:
                         self._board.add_scalar(f"{name}/{key}" if key else name, number, line["step"])
 
     def close(self) -> None:
-        """Write out what is still in memory, as far as there is room."""
+        """Write out what is still in memory, as far as there is space."""
         try:
             self._file.close()
         except OSError:

@@ -108,7 +108,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def split_lines(content: bytes) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """(text, the step it tells of) of each line of a metrics file; None where something broke it."""
+    """(text, its step) of each line of a metrics file; None where something broke it."""
     found: list[tuple[bytes, dict[str, Any] | None]] = []
     for text in content.split(b"\n"):
         try:

@@ -108,20 +108,19 @@ class Trainer:
         try:
             while self.done < config.steps:
                 result = self.take_step()
-                if result.traffic.signal and self.done < config.steps:
-                    self.ended_by = result.traffic.signal
-                    self._save()
-                    self._saver.wait()
-                    yield result
-                    return
-                if config.validate_every and (self.done % config.validate_every == 0 or self.done == config.steps):
-                    result = replace(result, valid_loss=self.validation_loss())
                 last = self.done == config.steps
-                if last or (config.checkpoint_every and self.done % config.checkpoint_every == 0):
+                if result.traffic.signal and not last:
+                    self.ended_by = result.traffic.signal
+                elif config.validate_every and (last or self.done % config.validate_every == 0):
+                    result = replace(result, valid_loss=self.validation_loss())
+                ends = last or bool(self.ended_by)
+                if ends or (config.checkpoint_every and self.done % config.checkpoint_every == 0):
                     self._save()
-                if last:
+                if ends:
                     self._saver.wait()
                 yield result
+                if self.ended_by:
+                    return
         finally:
             self.close()
 
