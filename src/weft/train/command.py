@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,21 +154,18 @@ def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
             fault = error
     restarts = mesh.world.begin("train.folder", metadata=[int(again)], fault=fault).metadata.wait()
     begun = dataclasses.replace(config, resume="auto") if restarts[0][0] else config  # by another life of the ranks
-    try:
-        with StopRequest(config.grace) as stop:
-            try:
-                trainer = Trainer(begun, mesh, lambda: stop.signal)
-            except BaseException:
-                if lock is not None:
-                    lock.undo()
-                raise
-            try:
-                _run(config, trainer)
-            finally:
-                trainer.close()
-    finally:
+    with ExitStack() as at_end:
         if lock is not None:
-            lock.close()
+            at_end.callback(lock.close)
+        stop = at_end.enter_context(StopRequest(config.grace))
+        try:
+            trainer = Trainer(begun, mesh, lambda: stop.signal)
+        except BaseException:
+            if lock is not None:
+                lock.undo()
+            raise
+        at_end.callback(trainer.close)
+        _run(config, trainer)
     if trainer.ended_by:
         sys.exit(128 + trainer.ended_by)
 
