@@ -18,7 +18,7 @@ from weft import __version__
 from weft.bench.commands import BENCHES
 from weft.bench.flags import check_at_least, check_file
 from weft.report.page import show_report
-from weft.train.entry import make_command
+from weft.train.config import make_command
 
 Command = Callable[..., None]
 MOST_VIRTUAL_RANKS = 4096  # each is a thread

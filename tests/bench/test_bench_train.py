@@ -23,7 +23,7 @@ from weft.comm import Axis, record
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
 from weft.train.metrics import FAMILIES
-from weft.train.mixers import attend_linear, attend_softmax
+from weft.train.model import attend_linear, attend_softmax
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
 
@@ -169,7 +169,7 @@ def play_another(axis: Axis, config: TrainConfig) -> str:
     trainer.tape.wind("playing")
     other = torch.zeros(8) if axis.rank else torch.zeros(9)
     try:
-        trainer.mesh.world.begin("train.loss").all_gather(other)
+        trainer.mesh.world.begin("train.metrics").all_gather(other)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -180,8 +180,8 @@ def play_another(axis: Axis, config: TrainConfig) -> str:
 @pytest.mark.processes
 def test_a_message_that_was_not_recorded_is_refused(four: ProcessWorld) -> None:
     for rank, words in enumerate(four.run(play_another, TINY)):
-        wanted = f"replay: train.loss receives {36 - 4 * (rank > 0)} bytes from rank {int(rank == 0)} 1 times, 0 times"
-        assert words.startswith(wanted), words
+        wanted = f"receives {36 - 4 * (rank > 0)} bytes from rank {int(rank == 0)} 1 times, 0 times"
+        assert words.startswith(f"replay: train.metrics {wanted}"), words
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from weft.parallel import checkpoint
-from weft.train.entry import make_command
+from weft.train.config import make_command
 from weft.train.trainer import Trainer
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import weft
 from weft.parallel.mesh import ParallelMesh, make_mesh
 from weft.train.config import TrainConfig
+from weft.train.run_folder import whole_checkpoints
 from weft.train.trainer import Trainer
 
 # 6 sequences of 31 tokens: neither their ends nor those of documents are where ranks' slices end.
@@ -26,6 +27,11 @@ def small_config(folder: Path, **changes: object) -> str:
     path = folder / "small.json"
     path.write_text(json.dumps({**values, "out": "run", **changes}))
     return str(path)
+
+
+def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
+    """(folder, what it says of itself) of the newest whole checkpoint of a run, or of the checkpoint ``path``."""
+    return next(whole_checkpoints(path))
 
 
 def virtual_mesh(axis: weft.Axis, dp: int, cp: int) -> ParallelMesh:

@@ -8,14 +8,14 @@ from typing import Any
 
 import tyro
 
-from weft.train import stop_request
-from weft.train.entry import make_command
+from weft.train import command
+from weft.train.config import make_command
 from weft.train.trainer import Trainer
 
 
 def main() -> None:
     take_step = Trainer.take_step
-    stop_request.TOGETHER = 0.0
+    command.TOGETHER = 0.0
 
     def stuck(self: Trainer) -> Any:
         if self.done < 1:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import SMALL, furthest, small_config
+from small_run import SMALL, find_checkpoint, furthest, small_config
 
 import weft
 from weft.parallel import checkpoint
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
-from weft.train.run_folder import find_checkpoint, list_checkpoints, step_folder
+from weft.train.run_folder import list_checkpoints, step_folder
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
 

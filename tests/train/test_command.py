@@ -16,9 +16,9 @@ from small_run import SMALL, small_config
 import weft
 from weft.train.command import read_defaults
 from weft.train.config import TrainConfig, fit_mesh, read_config
-from weft.train.metrics import FAMILIES, MetricsFile, read_lines
-from weft.train.mixers import Place
-from weft.train.run_folder import list_checkpoints
+from weft.train.metrics import FAMILIES, MetricsFile
+from weft.train.model import Place
+from weft.train.run_folder import list_checkpoints, read_lines
 from weft.train.sample import generate, load_model
 
 

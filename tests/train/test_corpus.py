@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.train import corpus as room
+from weft.train import corpus as corpus_module
 from weft.train.corpus import Corpus, open_corpus
 
 
@@ -177,7 +177,7 @@ def test_documents_and_digest_over_chunks(tmp_path: Path, monkeypatch: pytest.Mo
     whole = open_corpus(path, document_token=9)
     assert whole.starts.tolist() == [0, 2, 3, 5, 8]  # what comes before the first mark is a document too
     for chunk in (1, 2, 3, 9, 10):
-        monkeypatch.setattr(room, "_CHUNK", chunk)
+        monkeypatch.setattr(corpus_module, "_CHUNK", chunk)
         cut = open_corpus(path, document_token=9)
         assert torch.equal(cut.starts, whole.starts) and cut.digest == whole.digest and cut.vocabulary == 128
         with pytest.raises(ValueError, match=r"x\.bin has token 9 at 2, which is not below 9; leave out --vocabulary"):
@@ -296,7 +296,7 @@ def test_small_and_wrong_splits() -> None:
 
 def test_binary_files_are_not_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is looked at piece by piece: one that turns out to be no text is left at once, and costs no memory."""
-    monkeypatch.setattr(room, "_CHUNK", 1 << 16)
+    monkeypatch.setattr(corpus_module, "_CHUNK", 1 << 16)
     with (tmp_path / "image.raw").open("wb") as file:
         file.truncate(1 << 42)  # of which nothing is on the disk
     (tmp_path / "a.txt").write_text("text" * 100_000)

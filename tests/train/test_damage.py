@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_run import SMALL, small_config
+from small_run import SMALL, find_checkpoint, small_config
 
 import weft
 from weft.parallel import checkpoint
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
-from weft.train.metrics import MetricsFile, read_lines
-from weft.train.run_folder import find_checkpoint, step_folder
+from weft.train.metrics import MetricsFile
+from weft.train.run_folder import read_lines, step_folder
 from weft.train.sample import load_model
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
@@ -82,7 +82,7 @@ def make_a_pipe(run: Path) -> None:
     os.mkfifo(path)
 
 
-def forget(key: str) -> Callable[[Path], None]:
+def drop(key: str) -> Callable[[Path], None]:
     """A manifest without digests, as an older weft wrote it, that lacks something."""
 
     def damage(run: Path) -> None:
@@ -95,7 +95,7 @@ def write_old(folder: Path, change: Callable[[dict], object]) -> None:
     path = folder / checkpoint.MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
-    manifest["files"] = {name: told["bytes"] for name, told in manifest["files"].items()}
+    manifest["files"] = {name: facts["bytes"] for name, facts in manifest["files"].items()}
     change(manifest)
     path.write_text(json.dumps(manifest))
 
@@ -117,9 +117,9 @@ def no_tensors(run: Path) -> None:
 
 DAMAGES = {
     "half zeroes": zero_half, "one bit": flip_a_bit, "another step's": take_another_step,
-    "another number": change_a_number, "a pipe": make_a_pipe, "no step": forget("step"), "no groups": forget("groups"),
-    "no config": forget("config"), "no vocabulary": forget("vocabulary"), "no position": forget("position"),
-    "no data": forget("data"), "no files": forget("files"), "other tensors": other_tensors, "no tensors": no_tensors,
+    "another number": change_a_number, "a pipe": make_a_pipe, "no step": drop("step"), "no groups": drop("groups"),
+    "no config": drop("config"), "no vocabulary": drop("vocabulary"), "no position": drop("position"),
+    "no data": drop("data"), "no files": drop("files"), "other tensors": other_tensors, "no tensors": no_tensors,
 }  # fmt: skip
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from small_run import small_config
 
-from weft.train.metrics import read_lines
-from weft.train.run_folder import list_checkpoints
+from weft.train.run_folder import list_checkpoints, read_lines
 
 
 def steps_in(run: Path) -> list[int]:

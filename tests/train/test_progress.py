@@ -12,14 +12,12 @@ import pytest
 
 from weft.train import corpus
 from weft.train.config import TrainConfig
-from weft.train.metrics import FAMILIES, StepTraffic
-from weft.train.progress import ProgressLine, traffic_table
-from weft.train.trainer import StepResult
+from weft.train.metrics import FAMILIES, ProgressLine, StepResult, StepTraffic, traffic_table
 
 TRAFFIC = StepTraffic(dict.fromkeys(FAMILIES, 1), dict.fromkeys(FAMILIES, 0.01), 2.0)
 
 
-def tell(config: TrainConfig, done: int, seconds: float) -> None:
+def show_steps(config: TrainConfig, done: int, seconds: float) -> None:
     """Steps that take ``seconds`` each, with a validation loss at every fiftieth."""
     now = [1000.0]
     line = ProgressLine(config, done, lambda: now[0])
@@ -32,7 +30,7 @@ def tell(config: TrainConfig, done: int, seconds: float) -> None:
 
 def test_lines_by_time(capsys: pytest.CaptureFixture[str]) -> None:
     """The first step, then one every ten seconds, validation losses and the last step; with the time that is left."""
-    tell(TrainConfig(steps=103), 2, 2.0)
+    show_steps(TrainConfig(steps=103), 2, 2.0)
     lines = capsys.readouterr().err.splitlines()
     steps = [int(re.match(r"step (\d+)/103  loss 3.0000  50 tokens/s", line)[1]) for line in lines]  # type: ignore[index]
     assert steps == [3, *range(8, 49, 5), 50, *range(55, 96, 5), 100, 103]
@@ -41,7 +39,7 @@ def test_lines_by_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quick_steps_say_little(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(TrainConfig(steps=49), 0, 0.001)
+    show_steps(TrainConfig(steps=49), 0, 0.001)
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["1/49", "49/49"]
 
 
@@ -54,21 +52,21 @@ def test_validation_losses_stay_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "200")
-    tell(TrainConfig(steps=100), 0, 1.0)
+    show_steps(TrainConfig(steps=100), 0, 1.0)
     kept = [line for line in screen.getvalue().splitlines() if "validation loss 2.5000" in line]
     assert ["step 50/100" in line for line in kept] == [True, False] and "step 100/100" in kept[1]
 
 
-def test_reading_is_told_before_it_is_done(
+def test_reading_is_said_before_it_is_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text").write_text("text")
     (tmp_path / "a.bin").write_bytes(bytes(64))
-    told: list[int] = []
+    seen: list[int] = []
     append = corpus._append_text
 
     def look(*arguments: object) -> object:
-        told.append(len(caplog.records))
+        seen.append(len(caplog.records))
         return append(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(corpus, "_append_text", look)
@@ -78,7 +76,7 @@ def test_reading_is_told_before_it_is_done(
     assert [record.getMessage() for record in caplog.records] == [
         f"train: reading data {tmp_path / name}" for name in ("text", "a.bin", ".")
     ]
-    assert told == [1, 3, 3]
+    assert seen == [1, 3, 3]
 
 
 def test_a_table_of_lines_that_are_not_whole() -> None:

@@ -13,7 +13,7 @@ from small_run import SMALL
 
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig, flag
-from weft.train.optimizer import rate_at
+from weft.train.model import rate_at
 from weft.train.trainer import Trainer
 
 # Saved after step 3.

@@ -17,8 +17,7 @@ from torch import Tensor
 import weft
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
-from weft.train.metrics import read_lines
-from weft.train.run_folder import step_folder
+from weft.train.run_folder import read_lines, step_folder
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
 

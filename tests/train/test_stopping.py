@@ -14,16 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_run import SMALL, virtual_mesh
+from small_run import SMALL, find_checkpoint, virtual_mesh
 from worlds import virtual_world
 
 import weft
 from weft.parallel.mesh import make_mesh
-from weft.train import stop_request
+from weft.train import command
+from weft.train.command import StopRequest
 from weft.train.config import TrainConfig
-from weft.train.metrics import read_lines
-from weft.train.run_folder import find_checkpoint, list_checkpoints
-from weft.train.stop_request import StopRequest
+from weft.train.run_folder import list_checkpoints, read_lines
 from weft.train.trainer import Trainer
 from weft.world.launch import ProcessWorld
 
@@ -176,7 +175,7 @@ def test_torchrun_is_preempted(tmp_path: Path) -> None:
 
 
 def test_handlers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_request, "TOGETHER", 600.0)
+    monkeypatch.setattr(command, "TOGETHER", 600.0)
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(fd)

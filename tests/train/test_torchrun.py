@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from small_run import SMALL, furthest, train_alone
 
-from weft.train.metrics import read_lines
-from weft.train.run_folder import list_checkpoints
+from weft.train.run_folder import list_checkpoints, read_lines
 from weft.train.sample import load_model
 
 pytestmark = pytest.mark.processes
@@ -139,10 +138,10 @@ def test_two_hosts(tmp_path: Path, config: Path, hosts: list[str]) -> None:
         for rank, host in enumerate(hosts)
     ]  # fmt: skip
     try:
-        told = [process.communicate(timeout=SECONDS)[0] for process in running]
+        printed = [process.communicate(timeout=SECONDS)[0] for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0], told
+    assert [process.returncode for process in running] == [0, 0], printed
     found = [loss for _, loss, _ in losses_in(tmp_path / "run")]
     assert furthest(found, train_alone(steps=12)) < 1e-6

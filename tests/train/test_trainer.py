@@ -14,9 +14,8 @@ from worlds import virtual_world
 import weft
 from weft.parallel.mesh import make_mesh
 from weft.train.batches import IGNORED, validation_batches
-from weft.train.metrics import FAMILIES, family_of, spans_of
-from weft.train.mixers import Place
-from weft.train.optimizer import rate_at
+from weft.train.metrics import FAMILIES, StepTraffic, family_of, gather_step, spans_of
+from weft.train.model import Place, rate_at
 from weft.train.trainer import Trainer
 
 
@@ -55,13 +54,32 @@ def test_what_a_step_sends_is_counted_by_family() -> None:
         trainer.close()
         mine = dict.fromkeys(FAMILIES, 0)
         for event in ledger.events:
-            mine[family_of(event.operation)] += event.bytes_sent * (event.operation != "train.metrics")
+            mine[family_of(event.operation)] += event.bytes_sent * (not event.operation.startswith("train.metrics"))
         return result.traffic.bytes, mine, result.traffic.exposed_share
 
     found = virtual_world(4).run(program).results
-    for told, _, share in found:
-        assert told == {name: sum(mine[name] for _, mine, _ in found) for name in FAMILIES}
-        assert all(told[name] > 0 for name in FAMILIES) and 0 <= share < 1
+    for counted, _, share in found:
+        assert counted == {name: sum(mine[name] for _, mine, _ in found) for name in FAMILIES}
+        assert all(counted[name] > 0 for name in FAMILIES) and 0 <= share < 1
+
+
+def test_figures_of_a_step_reach_all_of_many_ranks_in_few_messages() -> None:
+    """Loss, traffic and signals of 40 ranks: one gather of log2(P) messages of each, not one for each other rank."""
+    size = 40
+
+    def program(axis: weft.Axis) -> tuple[list[float], StepTraffic, int]:
+        with weft.record() as nothing:
+            pass
+        nothing.stood.append(("attention", 0.0, float(axis.rank)))
+        with weft.record() as ledger:
+            losses, traffic = gather_step(axis, nothing, 100.0 + axis.rank, axis.rank / 3, signal=axis.rank % 3)
+        return losses.tolist(), traffic, sum(len(event.sends) for event in ledger.events)
+
+    for losses, traffic, messages in virtual_world(size).run(program).results:
+        assert losses == [rank / 3 for rank in range(size)]  # to the bit
+        assert traffic.exposed["softmax attention"] == (size - 1) / 2
+        assert (traffic.seconds, traffic.signal, traffic.exposed_share) == (100.0 + size - 1, 2, 19.5 / 139)
+        assert messages == 6  # log2(40), rounded up
 
 
 def test_a_timeline_is_work_and_waits_one_after_the_other() -> None:

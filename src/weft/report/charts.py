@@ -1,22 +1,20 @@
-"""Curves over steps and bars of bytes, as SVG text.
-
-Every chart is drawn for a width: once for wide pages, once for narrow ones, with letters of the same size.
-"""
+"""Curves over steps, bars of bytes and the timeline of a step on all ranks, as SVG text."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-from weft.report.scale import Point, Scale, fit, plain_number, size_of, spread, thin
-from weft.report.style import family_class
+from weft.report import svg
+from weft.report.run import Span, Timeline, family_class, in_order
+from weft.report.svg import LETTER, WIDTHS, Point, Scale, fit, plain_number, size_of, spread, thin
 
-WIDTHS = {"wide": 728, "narrow": 340}
-LETTER = 6.4  # width of a letter of a label, on the wide side
 COLUMN = 4  # pixels of a column in which points are thinned
-LEFT = 56.0  # where plots begin: room for numbers, the same in all of them
+LEFT = 56.0  # where plots begin: space for numbers, the same in all of them
+WORK, LANE, GAP = 20, 6, 18  # heights: of the row of work, of a family's lane, between ranks
 
 
 @dataclass(frozen=True)
@@ -29,44 +27,6 @@ class Curve:
     mark: str = ""
 
 
-def svg(kind: str, width: str, height: float, label: str, inside: list[str], more: str = "") -> str:
-    """One picture; ``width`` is a key of WIDTHS."""
-    box = f'viewBox="0 0 {WIDTHS[width]} {height:.0f}"'
-    return (
-        f'<svg class="{kind} {width}" {box} role="img" aria-label="{escape(label)}"{more}>\n'
-        + "\n".join(inside)
-        + "\n</svg>"
-    )
-
-
-def text(x: float, y: float, words: str, kind: str = "") -> str:
-    """Words whose baseline is at y."""
-    named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'
-
-
-def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    """A straight line."""
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def rectangle(kind: str, x: float, y: float, width: float, height: float, title: str = "", more: str = "") -> str:
-    """A rectangle, with words for a pointer that rests on it."""
-    hint = f"><title>{escape(title)}</title></rect>" if title else "/>"
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{more}{hint}'
-
-
-def pieces(points: list[Point]) -> list[list[Point]]:
-    """The points cut where one is not finite."""
-    cut: list[list[Point]] = [[]]
-    for point in points:
-        if math.isfinite(point[1]):
-            cut[-1].append(point)
-        elif cut[-1]:
-            cut.append([])
-    return [piece for piece in cut if piece]
-
-
 def plot(
     curves: list[Curve],
     steps: tuple[float, float],
@@ -77,39 +37,37 @@ def plot(
     zero: bool = False,
     words: Callable[[float], str] = plain_number,
     axis: bool = True,
-    room: int = 9,
+    letters: int = 9,
 ) -> str:
     """Curves over steps ``first..last``, for both widths. Values on a log scale must be positive or not finite.
 
-    ``words`` writes the values at the ticks and ``axis`` says whether the numbers of the steps stand below. ``room`` is
-    how many letters the names at the ends need: plots of one figure have the same, so that their steps are aligned.
+    ``words`` writes the values at the ticks and ``axis`` says whether the numbers of the steps stand below. ``letters``
+    is how many the names at the ends need: plots of one figure have the same, so that their steps are aligned.
     """
     values = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
     if not values:
         return f'<p class="note">{escape(title)}: no finite value.</p>'
-    first, last = steps
+    label = f"{title} over steps: {', '.join(curve.name for curve in curves)}"
     drawn = []
     for width, pixels in WIDTHS.items():
         top, bottom = 26.0, height - (34.0 if axis else 8.0)
         up = fit(values, bottom, top, log=log, zero=zero)
-        ticks = up.ticks(max(2, int((bottom - top) / 30)))
-        left, right = LEFT, pixels - 14 - LETTER * room
-        along = Scale(first, last, left, right)
-        inside = [text(0, 12, title, "strong")]
-        for tick in ticks:
-            inside += [line("grid", left, up(tick), right, up(tick)), text(left - 8, up(tick) + 4, words(tick), "end")]
-        inside.append(line("base", left, bottom, right, bottom))
+        left, right = LEFT, pixels - 14 - LETTER * letters
+        along = Scale(*steps, left, right)
+        inside = [svg.text(0, 12, title, "strong")]
+        for tick in up.ticks(max(2, int((bottom - top) / 30))):
+            y = up(tick)
+            inside += [svg.line("grid", left, y, right, y), svg.text(left - 8, y + 4, words(tick), "end")]
+        inside.append(svg.line("base", left, bottom, right, bottom))
         if axis:
             inside += step_axis(along, bottom, 10 if width == "wide" else 5)
         columns = int((right - left) / COLUMN)
         for curve in curves:
             inside += draw(curve, along, up, columns)
         inside += end_labels([c for c in curves if not c.mark], up, right, top, bottom)
-        inside.append(line("rule", left, top, left, bottom))
+        inside.append(svg.line("rule", left, top, left, bottom))
         more = f' data-left="{left:.1f}" data-right="{right:.1f}"'
-        drawn.append(
-            svg("plot", width, height, f"{title} over steps: {', '.join(c.name for c in curves)}", inside, more)
-        )
+        drawn.append(svg.drawing("plot", width, height, label, inside, more))
     return "\n".join(drawn)
 
 
@@ -119,8 +77,8 @@ def step_axis(along: Scale, bottom: float, count: int) -> list[str]:
     for tick in along.ticks(count):
         if tick == round(tick):
             x = along(tick)
-            drawn += [line("base", x, bottom, x, bottom + 4), text(x, bottom + 17, f"{tick:,.0f}", "middle")]
-    return [*drawn, text(along.end + 24, bottom + 17, "step")]
+            drawn += [svg.line("base", x, bottom, x, bottom + 4), svg.text(x, bottom + 17, f"{tick:,.0f}", "middle")]
+    return [*drawn, svg.text(along.end + 24, bottom + 17, "step")]
 
 
 def draw(curve: Curve, along: Scale, up: Scale, columns: int) -> list[str]:
@@ -132,11 +90,12 @@ def draw(curve: Curve, along: Scale, up: Scale, columns: int) -> list[str]:
         return [f'<circle class="{curve.mark} {curve.style}" cx="{along(x):.1f}" cy="{up(y):.1f}" r="{radius:.1f}"/>'
                 for x, y in finite]  # fmt: skip
     drawn = []
-    for piece in pieces(thin(curve.points, columns)):
+    for is_finite, points in itertools.groupby(thin(curve.points, columns), lambda point: math.isfinite(point[1])):
+        piece = list(points) if is_finite else []
         if len(piece) == 1:
             x, y = along(piece[0][0]), up(piece[0][1])
             drawn.append(f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="2"/>')
-        else:
+        elif piece:
             places = "L".join(f"{along(x):.1f},{up(y):.1f}" for x, y in piece)
             drawn.append(f'<path class="curve {curve.style}" d="M{places}"/>')
     return drawn
@@ -148,7 +107,8 @@ def end_labels(curves: list[Curve], up: Scale, right: float, top: float, bottom:
     named = [(curve, up(values[-1])) for curve, values in found if values]
     places = spread([place for _, place in named], 15, top, bottom - 8)
     return [
-        text(right + 10, y + 4, curve.name, f"named {curve.style}") for (curve, _), y in zip(named, places, strict=True)
+        svg.text(right + 10, y + 4, curve.name, f"named {curve.style}")
+        for (curve, _), y in zip(named, places, strict=True)
     ]
 
 
@@ -169,22 +129,136 @@ def byte_bars(rows: list[tuple[str, float, float | None]], label: str) -> str:
             style = "all" if family == "all" else family_class(family)
             pair = [("weft", ours, "bar")] + ([] if plain is None else [("plain", plain, "bar plain")])
             if names_above:
-                inside.append(text(0, y + 9, family, "strong"))
+                inside.append(svg.text(0, y + 9, family, "strong"))
                 y += 15
             else:
-                inside.append(text(0, y + 7 * len(pair) + 3, family, "strong"))
+                inside.append(svg.text(0, y + 7 * len(pair) + 3, family, "strong"))
             for who, size, kind in pair:
                 end = along(size) if size > 0 else left
                 said = f"{who} {size_of(size)}" if size > 0 else f"{who} nothing"
                 if size > 0:
-                    inside.append(rectangle(f"{kind} {style}", left, y, end - left, 10, f"{family}: {said}"))
-                inside.append(text(end + 6, y + 9.5, said))
+                    inside.append(svg.rectangle(f"{kind} {style}", left, y, end - left, 10, f"{family}: {said}"))
+                inside.append(svg.text(end + 6, y + 9.5, said))
                 y += 14
             y += 12
         for tick in along.ticks(6 if width == "wide" else 4):
             x = along(tick)
-            inside.insert(0, line("grid", x, 0, x, y))
-            inside.append(text(x, y + 16, size_of(tick, round_number=True), "middle" if x > left + 12 else ""))
-        inside.append(line("base", left, y, right, y))
-        drawn.append(svg("bars", width, y + 22, label, inside))
+            inside.insert(0, svg.line("grid", x, 0, x, y))
+            inside.append(svg.text(x, y + 16, size_of(tick, round_number=True), "middle" if x > left + 12 else ""))
+        inside.append(svg.line("base", left, y, right, y))
+        drawn.append(svg.drawing("bars", width, y + 22, label, inside))
     return "\n".join(drawn)
+
+
+def merge(spans: list[Span], nearest: float, *, by_name: bool) -> list[Span]:
+    """Spans that overlap or are nearer than can be seen, joined.
+
+    With ``by_name`` only those of one name, or so short that they could not be seen by themselves.
+    """
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda s: (s.start, s.end)):
+        before = joined[-1] if joined else None
+        if before is None or span.start - before.end > nearest:
+            joined.append(span)
+            continue
+        longer = max(before, span, key=lambda s: s.end - s.start)
+        shorter = before if longer is span else span
+        if by_name and before.name != span.name and shorter.end - shorter.start > 2 * nearest:
+            joined.append(span)
+            continue
+        name = longer.name if by_name or before.name == span.name else joined_names(before.name, span.name)
+        joined[-1] = Span(name, longer.family, span.kind, before.start, max(before.end, span.end))
+    return joined
+
+
+def joined_names(one: str, other: str) -> str:
+    """Names of spans that became one; a long list is cut."""
+    if other in one.split(", ") or one.endswith("…"):
+        return one
+    return f"{one}, {other}" if len(one) + len(other) < 60 else f"{one}, …"
+
+
+def length(spans: list[Span], kind: str) -> float:
+    """Seconds in which at least one span of a kind is on."""
+    return sum(span.end - span.start for span in merge([s for s in spans if s.kind == kind], 0.0, by_name=False))
+
+
+def families_of(timeline: Timeline) -> list[str]:
+    """Families that have something under way."""
+    return in_order(span.family for _, spans in timeline.ranks for span in spans if span.kind == "under way")
+
+
+def draw_timeline(timeline: Timeline) -> str:
+    """A row for each rank, for both widths: work with waits over it, below it a lane for each family under way."""
+    lanes = families_of(timeline)
+    each = WORK + (LANE + 1) * len(lanes) + GAP
+    height = each * len(timeline.ranks) + 30.0
+    names = [f"rank {rank}" for rank, _ in timeline.ranks]
+    drawn = []
+    for width, pixels in WIDTHS.items():
+        left, right = 12 + LETTER * max(len(name) for name in names), pixels - 12.0
+        along = Scale(0.0, timeline.seconds, left, right)
+        milliseconds = Scale(0.0, 1000 * timeline.seconds, left, right)
+        nearest = 0.4 * timeline.seconds / (right - left)
+        bottom = each * len(timeline.ranks) + 2.0
+        hatch = f"hatch-{width}"
+        inside = [
+            f'<defs><pattern id="{hatch}" width="5" height="5" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><rect class="bar wait" width="2.6" height="5"/></pattern></defs>'
+        ]
+        for tick in milliseconds.ticks(10 if width == "wide" else 4):
+            x = milliseconds(tick)
+            inside += [svg.line("grid", x, 0, x, bottom), svg.text(x, bottom + 16, plain_number(tick), "middle")]
+        inside += [svg.line("base", left, bottom, right, bottom), svg.text(0, bottom + 16, "ms")]
+        for place, (name, (_, spans)) in enumerate(zip(names, timeline.ranks, strict=True)):
+            y = each * place + GAP / 2
+            inside.append(svg.text(0, y + WORK / 2 + 4, name, "strong"))
+            inside += draw_work(spans, along, y, nearest)
+            inside += draw_waits(spans, along, y, nearest, hatch)
+            for lane, family in enumerate(lanes):
+                under_way = [span for span in spans if span.kind == "under way" and span.family == family]
+                top = y + WORK + 2 + (LANE + 1) * lane
+                for span in merge(under_way, nearest, by_name=False):
+                    start, end = along(span.start), along(span.end)
+                    hint = f"{family} under way: {span.name}, {took(span)}"
+                    inside.append(
+                        svg.rectangle(f"lane {family_class(family)}", start, top, max(0.8, end - start), LANE, hint)
+                    )
+        drawn.append(svg.drawing("timeline", width, height, f"One step on {len(names)} ranks, in milliseconds", inside))
+    return "\n".join(drawn)
+
+
+def draw_work(spans: list[Span], along: Scale, y: float, nearest: float) -> list[str]:
+    """Pieces of work, with their names where there is space."""
+    drawn = []
+    for span in merge([s for s in spans if s.kind == "work"], nearest, by_name=True):
+        start, end = along(span.start), along(span.end)
+        drawn.append(svg.rectangle("work", start, y, max(0.5, end - start), WORK, f"{span.name}: {took(span)}"))
+        if LETTER * len(span.name) + 8 < end - start:
+            drawn.append(svg.text((start + end) / 2, y + WORK / 2 + 4, span.name, "middle strong"))
+    return drawn
+
+
+def draw_waits(spans: list[Span], along: Scale, y: float, nearest: float, hatch: str) -> list[str]:
+    """Paper below, hatching over it, and a line around, so that a wait shows on work and on nothing."""
+    drawn = []
+    for span in merge([s for s in spans if s.kind == "exposed"], nearest, by_name=False):
+        start, size = along(span.start), max(1.0, along(span.end) - along(span.start))
+        drawn.append(svg.rectangle("blank", start, y, size, WORK))
+        hint = f"waits for {span.family}: {span.name}, {took(span)}"
+        drawn.append(svg.rectangle("waiting", start, y, size, WORK, hint, f' fill="url(#{hatch})"'))
+    return drawn
+
+
+def took(span: Span) -> str:
+    """How long a span is, and since when."""
+    return f"{1000 * (span.end - span.start):.3g} ms from {1000 * span.start:.3g} ms"
+
+
+def legend(timeline: Timeline) -> str:
+    """What the colours of a timeline mean."""
+    kinds = [("work", "work")]
+    kinds += [(f"lane {family_class(family)}", f"{family} under way") for family in families_of(timeline)]
+    hatched = '<rect class="bar wait" width="4" height="10"/><rect class="bar wait" x="7" width="3" height="10"/>'
+    items = [*((svg.colour_swatch(kind), words) for kind, words in kinds), (svg.swatch(hatched), "waiting (exposed)")]
+    return f'<ul class="legend">{"".join(f"<li>{square}{escape(words)}</li>" for square, words in items)}</ul>'

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sized
 from html import escape
 
-from weft.report.charts import COLUMN, WIDTHS, Curve, byte_bars, plot
-from weft.report.run import Run, Step, in_order
-from weft.report.scale import Point, plain_number, short, size_of, thin
-from weft.report.style import family_class
-from weft.report.timeline import draw_timeline, legend, length, swatch
+from weft.report.charts import COLUMN, Curve, byte_bars, draw_timeline, legend, length, plot
+from weft.report.run import Run, Step, family_class, in_order
+from weft.report.svg import WIDTHS, Point, colour_swatch, plain_number, short, size_of, thin
 
 ROWS = 100  # of the table behind a figure; all steps are in metrics.jsonl
 
@@ -42,6 +41,11 @@ def table(heads: list[str], rows: list[list[str]], kinds: list[str], *, last_is_
 def details(summary: str, inside: str) -> str:
     """Something a reader may open."""
     return f"<details><summary>{escape(summary)}</summary>\n{inside}\n</details>"
+
+
+def count_steps(steps: Sized) -> str:
+    """How many there are, in words."""
+    return "1 step" if len(steps) == 1 else f"{len(steps):,} steps"
 
 
 def step_range(*runs: list[Step]) -> tuple[float, float]:
@@ -99,26 +103,18 @@ def loss_figure(run: Run, beside: Run | None) -> str:
     """Both losses on one plot, and how far they are apart."""
     other = beside.steps if beside else []
     name, other_name = names(run, beside)
-    mine, theirs = curve_of(run.steps, "loss"), curve_of(other, "loss")
-    valid, their_valid = there(curve_of(run.steps, "valid_loss")), there(curve_of(other, "valid_loss"))
+    mine = Curve(name, "run under" if other else "run", curve_of(run.steps, "loss"))
+    theirs = Curve(other_name, "beside", curve_of(other, "loss"))
+    valid = Curve(f"{name}, validation", "run", there(curve_of(run.steps, "valid_loss")), mark="dot")
+    their_valid = Curve(f"{other_name}, validation", "beside", there(curve_of(other, "valid_loss")), mark="ring")
     steps = step_range(run.steps, other)
-    curves = [Curve(name, "run under" if other else "run", mine)]
-    series = [(name, mine)]
-    if valid:
-        series.append((f"{name}, validation", valid))
-    if other:
-        curves.append(Curve(other_name, "beside", theirs))
-        series.append((other_name, theirs))
-    if their_valid:
-        curves.append(Curve(f"{other_name}, validation", "beside", their_valid, mark="ring"))
-        series.append((f"{other_name}, validation", their_valid))
-    if valid:
-        curves.append(Curve(f"{name}, validation", "run", valid, mark="dot"))
+    curves = [curve for curve in (mine, theirs, their_valid, valid) if curve.points]
+    series = [(curve.name, curve.points) for curve in (mine, valid, theirs, their_valid) if curve.points]
     values = [y for curve in curves for _, y in there(curve.points)]
     steep = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
     title = "Training loss, log scale" if steep else "Training loss"
-    room = max(len("difference"), len(name), len(other_name))
-    inside = ['<p class="readout"></p>', plot(curves, steps, title=title, height=300, log=steep, room=room)]
+    letters = max(len("difference"), len(name), len(other_name))
+    inside = ['<p class="readout"></p>', plot(curves, steps, title=title, height=300, log=steep, letters=letters)]
     caption = []
     if other:
         apart = differences(run.steps, other)
@@ -127,15 +123,14 @@ def loss_figure(run: Run, beside: Run | None) -> str:
             series.append(("relative difference", apart))
             small = [Curve("difference", "plainly", above)]
             small_title = "Relative difference of the two, log scale"
-            inside.append(plot(small, steps, title=small_title, height=130, log=True, room=room))
+            inside.append(plot(small, steps, title=small_title, height=130, log=True, letters=letters))
     elif beside is None:
         caption.append("The same run in one process can be drawn over it: give its folder as --beside.")
     else:
         caption.append(f"{beside.folder} has no whole step: no second curve.")
-    if valid:
-        caption.append(
-            "Points: loss on the held-out part" + (", filled and open for the two runs." if their_valid else ".")
-        )
+    if valid.points:
+        both = ", filled and open for the two runs" if their_valid.points else ""
+        caption.append(f"Points: loss on the held-out part{both}.")
     caption += [said for said in (say_broken(run, name), say_broken(beside, other_name)) if said]
     inside += [f"<figcaption>{escape(' '.join(caption))}</figcaption>", numbers_table(series)]
     return figure("loss", "Loss", inside, read_outs(series, steps))
@@ -153,7 +148,7 @@ def say_difference(apart: list[Point]) -> str:
     if not apart:
         return "The two runs have no step in common."
     step, largest = max(apart, key=lambda point: point[1])
-    many = "1 step" if len(apart) == 1 else f"{len(apart):,} steps"
+    many = count_steps(apart)
     if largest == 0:
         return f"The losses of the two runs are equal to the bit at all of {many}."
     return f"The losses of the two runs differ by at most {short(largest)} relative (step {step:,.0f}, over {many})."
@@ -164,8 +159,7 @@ def say_broken(run: Run | None, name: str) -> str:
     broken = [step.number for step in run.steps if not math.isfinite(step.loss)] if run else []
     if not broken:
         return ""
-    many = "1 step" if len(broken) == 1 else f"{len(broken):,} steps"
-    return f"The loss of {name} is not finite at {many}, first at step {broken[0]:,}."
+    return f"The loss of {name} is not finite at {count_steps(broken)}, first at step {broken[0]:,}."
 
 
 def speed_figure(run: Run) -> str:
@@ -208,8 +202,8 @@ def bytes_figure(run: Run) -> str:
         name = f if f == "all" else named(f, plain.methods.get(f, "") if plain else "")
         compared = [] if other is None else [f"{other:,.0f}", ratio(other, mine)]
         rows.append([name, f"{mine:,.0f}", *compared, f"{sum(exposed.values()) if f == 'all' else exposed[f]:.2f}"])
-    many = "1 step" if len(counted) == 1 else f"{len(counted):,} steps"
-    caption = f"Sum over ranks; weft: mean over {many}. Log scale. Exposed: time waited per step, mean over ranks."
+    average = f"mean over {count_steps(counted)}"
+    caption = f"Sum over ranks; weft: {average}. Log scale. Exposed: time waited per step, mean over ranks."
     if not plain:
         caption += " There is no plain.json in the run's folder, so there is nothing to compare with."
     label = f"{title}: " + ", ".join(f"{f} {size_of(mine)}" for f, mine, _ in bars[:-1])
@@ -220,7 +214,7 @@ def bytes_figure(run: Run) -> str:
 def named(family: str, plain_method: str) -> str:
     """A family with its colour, and below it what plain pieces do."""
     below = f"<small>plain: {escape(plain_method)}</small>" if plain_method else ""
-    return f"{swatch(f'bar {family_class(family)}')}{escape(family)}{below}"
+    return f"{colour_swatch(f'bar {family_class(family)}')}{escape(family)}{below}"
 
 
 def ratio(plain: float, ours: float) -> str:
@@ -233,11 +227,10 @@ def ratio(plain: float, ours: float) -> str:
 def timeline_figure(run: Run) -> str:
     """One step on all ranks."""
     timeline = run.timeline
-    title = "Timeline of one step"
     if timeline is None:
-        return figure("timeline", title, [note("There is no timeline.json with spans in the run's folder.")])
-    if timeline.step is not None:
-        title = f"Timeline of step {timeline.step:,}"
+        words = "There is no timeline.json with spans in the run's folder."
+        return figure("timeline", "Timeline of one step", [note(words)])
+    title = "Timeline of one step" if timeline.step is None else f"Timeline of step {timeline.step:,}"
     rows = [
         [f"rank {rank}", *(f"{1000 * length(spans, kind):.2f}" for kind in ("work", "under way", "exposed"))]
         for rank, spans in timeline.ranks
@@ -248,11 +241,8 @@ def timeline_figure(run: Run) -> str:
         f"{100 * max(shares):.1f} % at most. Upper row: work, with waits over it. Below: what is under way meanwhile."
     )
     numbers = details("Numbers", table(["", "work, ms", "under way, ms", "exposed, ms"], rows, ["name", "n", "n", "n"]))
-    return figure(
-        "timeline",
-        title,
-        [draw_timeline(timeline), legend(timeline), f"<figcaption>{escape(caption)}</figcaption>", numbers],
-    )
+    drawn = [draw_timeline(timeline), legend(timeline), f"<figcaption>{escape(caption)}</figcaption>", numbers]
+    return figure("timeline", title, drawn)
 
 
 def config_figure(run: Run) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ def in_order(families: Iterable[str]) -> list[str]:
     """The known families first, in their order, then the others by name."""
     known = {name: place for place, name in enumerate(FAMILIES)}
     return sorted(set(families), key=lambda name: (known.get(name, len(FAMILIES)), name))
+
+
+def family_class(family: str) -> str:
+    """The class of the stylesheet that sets a family's colour, ``--c``."""
+    return f"f{FAMILIES.index(family)}" if family in FAMILIES else "fx"
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Run:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write what a report is, whole or not at all; ValueError if there can be no such file, OSError if no room."""
+    """Write a file, whole or not at all; ValueError if there can be no such file, OSError if the disk is full."""
     try:
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "not a file"
@@ -127,31 +132,24 @@ def write_page(path: Path, text: str) -> None:
 
 def read_run(folder: Path) -> Run:
     """Read a run's folder. ValueError if there is no metrics.jsonl; every other file may be missing."""
+    metrics, run = folder / "metrics.jsonl", Run(folder, [])
     try:
-        return _read_run(folder)
+        if not metrics.is_file():
+            words = "give the folder of a run, as named by weft train --out"
+            raise ValueError(f"report: {folder} has no metrics.jsonl; {words}")
+        run.steps, unreadable = read_steps(metrics)
+        if unreadable:
+            lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
+            are = "is" if unreadable == 1 else "are"
+            run.notes.append(f"{lines} of {metrics.name} could not be read and {are} left out.")
+        if (config := read_object(run, "config.json")) is not None:
+            run.config = dict(flatten(config))
+        if (plain := read_object(run, "plain.json")) is not None:
+            run.plain = to_plain(plain)
+        if (timeline := read_object(run, "timeline.json")) is not None:
+            run.timeline = to_timeline(timeline)
     except OSError as error:
         raise ValueError(f"report: {error.filename or folder} cannot be read: {error.strerror}") from None
-
-
-def _read_run(folder: Path) -> Run:
-    metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
-        raise ValueError(
-            f"report: {folder} has no metrics.jsonl; give the folder of a run, as named by weft train --out"
-        )
-    run = Run(folder, [])
-    run.steps, unreadable = read_steps(metrics)
-    if unreadable:
-        lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
-        run.notes.append(
-            f"{lines} of {metrics.name} could not be read and {'is' if unreadable == 1 else 'are'} left out."
-        )
-    config = read_object(run, "config.json")
-    run.config = None if config is None else dict(flatten(config))
-    plain = read_object(run, "plain.json")
-    run.plain = None if plain is None else to_plain(plain)
-    timeline = read_object(run, "timeline.json")
-    run.timeline = None if timeline is None else to_timeline(timeline)
     return run
 
 
@@ -161,17 +159,12 @@ def read_steps(path: Path) -> tuple[list[Step], int]:
     A half-written last line is what a killed run leaves: it counts for neither. A run that was resumed may have written
     a step twice: the later line holds.
     """
-    steps: dict[int, Step] = {}
-    unreadable = 0
     text = path.read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.split("\n") if line.strip()]
-    for place, line in enumerate(lines):
-        step = to_step(parse(line))
-        if step is not None:
-            steps[step.number] = step
-        elif place < len(lines) - 1 or text.endswith("\n"):
-            unreadable += 1
-    return [steps[number] for number in sorted(steps)], unreadable
+    found = [to_step(parse(line)) for line in text.split("\n") if line.strip()]
+    if found and found[-1] is None and not text.endswith("\n"):
+        found.pop()
+    steps = {step.number: step for step in found if step is not None}
+    return [steps[number] for number in sorted(steps)], found.count(None)
 
 
 def read_object(run: Run, name: str) -> dict[str, Any] | None:
@@ -198,11 +191,9 @@ def to_step(line: Any) -> Step | None:
     """A step from a line, or None if it is none."""
     if not isinstance(line, dict) or (step := to_count(line.get("step"))) is None:
         return None
-    numbers = {key: to_number(line.get(key)) for key in ("loss", "valid_loss", "seconds", "tokens_per_second")}
-    share = to_number(line.get("exposed_share"))
-    return Step(
-        step, **numbers, exposed_share=share, bytes=sizes(line.get("bytes")), exposed=sizes(line.get("exposed"))
-    )
+    names = ("loss", "valid_loss", "seconds", "tokens_per_second", "exposed_share")
+    numbers = {name: to_number(line.get(name)) for name in names}
+    return Step(step, **numbers, bytes=sizes(line.get("bytes")), exposed=sizes(line.get("exposed")))
 
 
 def to_plain(content: dict[str, Any]) -> Plain:
@@ -226,10 +217,10 @@ def to_timeline(content: dict[str, Any]) -> Timeline | None:
         return None
     zero = min(span.start for span in spans)
     moved = [
-        (rank, [Span(s.name, s.family, s.kind, s.start - zero, s.end - zero) for s in of_rank])
-        for rank, of_rank in ranks
+        (rank, [replace(span, start=span.start - zero, end=span.end - zero) for span in of_rank])
+        for rank, of_rank in sorted(ranks, key=lambda entry: entry[0])
     ]
-    return Timeline(to_count(content.get("step")), sorted(moved, key=lambda r: r[0]), max(s.end for s in spans) - zero)
+    return Timeline(to_count(content.get("step")), moved, max(span.end for span in spans) - zero)
 
 
 def to_span(entry: Any) -> Span | None:

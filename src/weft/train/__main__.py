@@ -6,7 +6,7 @@ import sys
 
 import tyro
 
-from weft.train.entry import make_command
+from weft.train.config import make_command
 
 if __name__ == "__main__":
     tyro.cli(make_command(sys.argv[1:]), prog="weft train")

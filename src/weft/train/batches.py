@@ -11,9 +11,12 @@ and epoch alone; a step takes the next ``batch`` of them, whatever the mesh is:
 from __future__ import annotations
 
 import hashlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +24,9 @@ from torch import Tensor
 from weft.ops.sequence.layout import find_layout_fault, shard_lengths
 from weft.ops.sequence.operation import cut
 from weft.train.corpus import Corpus
-from weft.train.read_ahead import ReadAhead
 
 IGNORED = -100  # the target of a token that does not count, as in torch's cross_entropy
+_END_OF_THREAD = 10.0  # seconds that `close` waits for a batch that is being made
 HashRows = Callable[[Tensor, tuple[int, ...]], Tensor]  # of tokens [1, T] with cu_seqlens: rows [1, T]
 
 
@@ -53,6 +56,9 @@ class Batches:
     cu_seqlens. shuffle: False takes sequences as they lie. stop: end at this position; the last batch may be smaller
     and is filled up (see `validation_batches`). Nothing crosses ranks.
 
+    ``position`` is the number of sequences in the batches handed out so far, of all data ranks and epochs: to go on
+    from there later, on any mesh. ``sequences``: of one epoch.
+
     >>> from weft.train.corpus import open_corpus
     >>> with Batches(open_corpus(None), length=64, batch=8, hash_rows=lambda tokens, bounds: tokens.int()) as batches:
     ...     next(batches).tokens.shape, batches.position
@@ -81,33 +87,24 @@ class Batches:
         place = _Place(data_rank, data_size, context_rank, context_size, layout)
         if fault := _find_fault(batch, position, place, stop):
             raise fault
-        self._position, self._batch, self._stop = position, batch, stop
-        self._count = stream.count
-        self._ahead = ReadAhead(_batches(stream, place, batch, position, stop, hash_rows), read_ahead)
-
-    @property
-    def position(self) -> int:
-        """Sequences in the batches handed out so far, of all data ranks and epochs: to go on from there later."""
-        return self._position
+        self.position, self.sequences = position, stream.count
+        self._batch, self._stop = batch, stop
+        self._ahead = _ReadAhead(_batches(stream, place, batch, position, stop, hash_rows), read_ahead)
+        # Also at exit: a daemon thread that is stopped within an operator of torch takes the process with it.
+        self._close = weakref.finalize(self, self._ahead.end)
 
     @property
     def epoch(self) -> int:
         """How many times every sequence has been handed out."""
-        return self._position // self._count
-
-    @property
-    def sequences(self) -> int:
-        """Of one epoch."""
-        return self._count
+        return self.position // self.sequences
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Batch:
-        batch = next(self._ahead)
-        self._position += self._batch
-        if self._stop is not None:
-            self._position = min(self._position, self._stop)
+        batch = self._ahead.take()
+        after = self.position + self._batch
+        self.position = after if self._stop is None else min(after, self._stop)
         return batch
 
     def peek(self) -> Batch:
@@ -115,32 +112,22 @@ class Batches:
         return self._ahead.peek()
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
-        self._ahead.close()
+        """End the thread that reads ahead. May be called twice."""
+        self._close()
 
     def __enter__(self) -> Batches:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def validation_batches(
-    corpus: Corpus,
-    *,
-    length: int,
-    batch: int,
-    at_most: int,
-    hash_rows: HashRows,
-    data_rank: int = 0,
-    data_size: int = 1,
-    context_rank: int = 0,
-    context_size: int = 1,
-    layout: str = "contiguous",
+    corpus: Corpus, *, length: int, batch: int, at_most: int, hash_rows: HashRows, **place: Any
 ) -> Batches:
     """At most ``at_most`` batches from the start of a held-out part, in order: the same sequences on any mesh.
+
+    ``place``: this rank's place on the mesh, as for `Batches`.
 
     A corpus with fewer sequences gives fewer batches, the last one smaller. Every data rank gets as many sequences in a
     batch as the others: where they do not divide, the last ranks get a sequence again whose targets are all -100. So
@@ -149,10 +136,7 @@ def validation_batches(
     if at_most < 1:
         raise ValueError(f"train: at least 1 validation batch is needed, got {at_most}")
     stop = min(at_most * batch, _Stream(corpus, length, None).count)
-    return Batches(
-        corpus, length=length, batch=batch, hash_rows=hash_rows, data_rank=data_rank, data_size=data_size,
-        context_rank=context_rank, context_size=context_size, layout=layout, shuffle=False, stop=stop,
-    )  # fmt: skip
+    return Batches(corpus, length=length, batch=batch, hash_rows=hash_rows, shuffle=False, stop=stop, **place)
 
 
 @dataclass(frozen=True)
@@ -165,22 +149,20 @@ class _Place:
 
 
 def _find_fault(batch: int, position: int, place: _Place, stop: int | None) -> Exception | None:
+    size = place.data_size
     if batch < 1:
         return ValueError(f"train: --batch must be at least 1 sequence, got {batch}")
     if position < 0:
         return ValueError(f"train: the position in the data must not be negative, got {position}")
-    if stop is None and batch % place.data_size:
-        below, above = batch // place.data_size * place.data_size, -(-batch // place.data_size) * place.data_size
+    if not 0 <= place.data_rank < size:
+        return ValueError(f"train: there is no data rank {place.data_rank} among {size}")
+    if not 0 <= place.context_rank < place.context_size:
+        return ValueError(f"train: there is no context rank {place.context_rank} among {place.context_size}")
+    if stop is None and batch % size:
         return ValueError(
-            f"train: --batch {batch} sequences cannot be shared by {place.data_size} data ranks; it must be a multiple "
-            f"of {place.data_size}, for example {below or above}"
+            f"train: --batch {batch} sequences cannot be shared by {size} data ranks; it must be a multiple of {size}, "
+            f"for example {batch // size * size or size}"
         )
-    for name, rank, size in (
-        ("data", place.data_rank, place.data_size),
-        ("context", place.context_rank, place.context_size),
-    ):
-        if not 0 <= rank < size:
-            return ValueError(f"train: there is no {name} rank {rank} among {size}")
     return find_layout_fault("train", place.layout, place.context_rank)
 
 
@@ -240,27 +222,61 @@ def _batches(
         first = position + place.data_rank * share
         real = max(0, min(share, position + whole - first))
         numbers = stream.numbers(first, real) or stream.numbers(position, 1)
-        row = _pack_row(stream, numbers + numbers[-1:] * (share - len(numbers)), first, hash_rows)
-        row.targets[:, real * stream.length :] = IGNORED
-        yield _cut(row, place)
+        numbers += numbers[-1:] * (share - len(numbers))
+        tokens, targets, bounds = stream.row(numbers)  # the whole row of a data rank
+        targets[real * stream.length :] = IGNORED
+        starts = torch.tensor(bounds[:-1], dtype=torch.int64)
+        lengths = torch.tensor(bounds[1:], dtype=torch.int64) - starts
+        positions = torch.arange(len(tokens)) - starts.repeat_interleave(lengths)
+        whole_row = tokens[None], targets[None], positions[None], hash_rows(tokens[None], bounds)
+        shards = shard_lengths(len(tokens), place.layout, place.context_size)
+        mine = [cut(part, 1, shards, place.layout, place.context_rank) for part in whole_row]
+        yield Batch(mine[0], mine[1], mine[2], mine[3], cu_seqlens=bounds, sequence=first)
         position += whole
 
 
-def _pack_row(stream: _Stream, numbers: list[int], first: int, hash_rows: HashRows) -> Batch:
-    """The whole row of a data rank."""
-    tokens, targets, bounds = stream.row(numbers)
-    starts = torch.tensor(bounds[:-1], dtype=torch.int64)
-    lengths = torch.tensor(bounds[1:], dtype=torch.int64) - starts
-    positions = torch.arange(len(tokens)) - starts.repeat_interleave(lengths)
-    rows = hash_rows(tokens[None], bounds)
-    return Batch(tokens[None], targets[None], positions[None], rows, bounds, first)
+class _ReadAhead:
+    """The batches of ``source`` in their order, up to ``count`` of them made ahead by a thread.
 
+    An error of ``source`` is raised where its batch would have come, and again at every later call. The reader is not
+    known here, so that it can be forgotten; then it calls `end`.
+    """
 
-def _cut(row: Batch, place: _Place) -> Batch:
-    """A context rank's slice of a row."""
-    lengths = shard_lengths(row.tokens.shape[1], place.layout, place.context_size)
-    tokens, targets, positions, rows = (
-        cut(part, 1, lengths, place.layout, place.context_rank)
-        for part in (row.tokens, row.targets, row.positions, row.rows)
-    )
-    return replace(row, tokens=tokens, targets=targets, positions=positions, rows=rows)
+    def __init__(self, source: Iterator[Batch], count: int) -> None:
+        if count < 1:
+            raise ValueError(f"ReadAhead: count must be at least 1, got {count}")
+        self._free = threading.Semaphore(count)
+        self._made: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        self._next: Batch | BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._fill, args=(source,), name="weft-read-ahead", daemon=True)
+        self._thread.start()
+
+    def _fill(self, source: Iterator[Batch]) -> None:
+        try:
+            while self._free.acquire() and not self._closed:
+                self._made.put(next(source))
+        except BaseException as error:  # it is the reader's, and so is the StopIteration after the last
+            self._made.put(error)
+
+    def peek(self) -> Batch:
+        if self._next is None and not self._closed:
+            self._next = self._made.get()
+        if self._closed or self._next is None:
+            raise RuntimeError("ReadAhead: closed; nothing can be read any more")
+        if isinstance(self._next, BaseException):
+            raise self._next
+        return self._next
+
+    def take(self) -> Batch:
+        batch, self._next = self.peek(), None
+        self._free.release()
+        return batch
+
+    def end(self) -> None:
+        """End the thread; what was made ahead is dropped."""
+        self._closed = True
+        self._free.release()
+        self._made.put(StopIteration())  # wakes a reader that waits in another thread
+        if self._thread is not threading.current_thread():  # the last reference may end anywhere
+            self._thread.join(_END_OF_THREAD)

@@ -1,18 +1,23 @@
-"""`weft train`: read settings, start local ranks or join torchrun's, train, and say what went wrong in one line."""
+"""`weft train`: read settings, start ranks or join torchrun's, train until done or stopped, say what went wrong."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
 import os
+import select
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -22,30 +27,15 @@ from weft.parallel.local_rank import LocalRank
 from weft.parallel.mesh import make_mesh
 from weft.parallel.rendezvous import joined_world
 from weft.report.page import write_report
+from weft.train import run_folder
 from weft.train.config import TrainConfig, fit_mesh, read_config
-from weft.train.metrics import MetricsFile, read_lines
-from weft.train.progress import ProgressLine, show_config, traffic_table
-from weft.train.run_folder import (
-    CHECKPOINTS,
-    CONFIG,
-    RunLock,
-    check_new,
-    check_resumable,
-    is_run,
-    list_checkpoints,
-    remove_partial,
-    run_of,
-    saved_settings,
-    step_folder,
-    was_begun_by_this_job,
-)
-from weft.train.run_state import say_what_is_whole
-from weft.train.small_file import write_whole
-from weft.train.stop_request import StopRequest, status_of
+from weft.train.metrics import MetricsFile, ProgressLine, show_config, traffic_table
 from weft.train.trainer import Trainer, open_data
 from weft.world.local_ranks import check_count, run_ranks
 
 T = TypeVar("T")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TOGETHER = 1.0  # seconds within which signals are one: `timeout` sends to a process and to its group
 _SLACK = 10.0  # seconds that ranks have beyond their own --grace
 WORDED = ("train: ", "OverlappedStep: ")  # errors that say what went wrong and what was kept
 
@@ -67,41 +57,34 @@ def or_exit(action: Callable[[], T]) -> T:
 def _say(words: str) -> None:
     """A line of rank 0."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"train: {words}", file=sys.stderr)
+        print(f"train: {words}", file=sys.stderr, flush=True)
 
 
 def read_defaults(arguments: Sequence[str]) -> TrainConfig:
     """The settings that flags start from: those of the run to resume, under those of the config file."""
     file = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     given = TrainConfig() if file is None else read_config(file)
-    resume, out = _value_of("--resume", arguments) or given.resume, _value_of("--out", arguments) or given.out
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--resume", "--out"):
+        parser.add_argument(name, nargs="?")
+    flags = parser.parse_known_args(arguments)[0]
+    resume, out = flags.resume or given.resume, flags.out or given.out
     if resume is None or resume == "None":
         return given
     path = Path(out if resume == "auto" else resume)
     with _worded_paths():
-        saved = saved_settings(path)
+        saved = run_folder.saved_settings(path)
     if saved is None:
         return given
     saved = dataclasses.replace(saved, resume=None)
-    if resume == "auto" or is_run(run_of(path)):  # else a checkpoint that lies apart from its run
-        saved = dataclasses.replace(saved, out=run_of(path))
+    if resume == "auto" or run_folder.is_run(run_folder.run_of(path)):  # else a checkpoint that lies apart from its run
+        saved = dataclasses.replace(saved, out=run_folder.run_of(path))
     names = {argument.partition("=")[0] for argument in arguments}
     if names & {"--dp", "--cp", "--tp"} or (given.dp, given.cp, given.tp) != (None, 1, 1):
         saved = dataclasses.replace(saved, dp=None, cp=1, tp=1)  # another mesh, not a part of the old one
     if "RANK" in os.environ:
         saved = dataclasses.replace(saved, dp=None)  # as many as there are now
     return saved if file is None else read_config(file, saved)
-
-
-def _value_of(name: str, arguments: Sequence[str]) -> str | None:
-    """What follows a flag, the last time it is there."""
-    found = None
-    for at, argument in enumerate(arguments):
-        if argument.startswith(f"{name}="):
-            found = argument.removeprefix(f"{name}=")
-        elif argument == name and at + 1 < len(arguments):
-            found = arguments[at + 1]
-    return found
 
 
 def start(config: TrainConfig, arguments: Sequence[str]) -> None:
@@ -124,28 +107,25 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
         _check_folders(config)
         if count > 1:
             open_data(config)
-            _start_ranks(count, arguments, config.grace)
+            command = [sys.executable, "-P", "-m", "weft.train", *arguments]
+            sys.exit(run_ranks(command, count, "train", patience=config.grace + _SLACK))  # and end as they do
     config = dataclasses.replace(config, dp=shape[0])
     with joined_world(timedelta(seconds=config.timeout)):
         _train(config, shape)
-
-
-def _start_ranks(count: int, arguments: Sequence[str], grace: float) -> None:
-    """Run this same command as ``count`` local ranks, and end as they do."""
-    command = [sys.executable, "-P", "-m", "weft.train", *arguments]
-    sys.exit(run_ranks(command, count, "train", patience=grace + _SLACK))
 
 
 def _check_folders(config: TrainConfig) -> None:
     """Nothing of another run or of anybody else is overwritten, and what is resumed is there."""
     if _is_restart(config):
         return
-    own = config.resume == "auto" or (config.resume is not None and _same(run_of(config.resume), config.out))
+    own = config.resume == "auto" or (
+        config.resume is not None and run_folder.run_of(config.resume).resolve() == config.out.resolve()
+    )
     with _worded_paths():
-        if isinstance(config.resume, Path) and not (own and is_run(config.resume)):
-            check_resumable(config.resume)
-        if not own or not is_run(config.out):
-            check_new(config.out)
+        if isinstance(config.resume, Path) and not (own and run_folder.is_run(config.resume)):
+            run_folder.check_resumable(config.resume)
+        if not own or not run_folder.is_run(config.out):
+            run_folder.check_new(config.out)
 
 
 @contextmanager
@@ -157,13 +137,9 @@ def _worded_paths() -> Iterator[None]:
         raise ValueError(f"train: {error.filename} cannot be read: {error.strerror}; give another path") from None
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
 def _is_restart(config: TrainConfig) -> bool:
     """Whether torchrun has started the ranks again, after a life that had begun the run."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and was_begun_by_this_job(config.out)
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and run_folder.was_begun_by_this_job(config.out)
 
 
 def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
@@ -172,33 +148,30 @@ def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
     if mesh.world.rank == 0:
         try:
             _check_folders(config)
-            again = _is_restart(config) and bool(list_checkpoints(config.out))
-            lock = RunLock(config.out)
+            again = _is_restart(config) and bool(run_folder.list_checkpoints(config.out))
+            lock = run_folder.RunLock(config.out)
         except ValueError as error:
             fault = error
-    told = mesh.world.begin("train.folder", metadata=[int(again)], fault=fault).metadata.wait()
-    begun = dataclasses.replace(config, resume="auto") if told[0][0] else config  # by another life of the ranks
-    try:
-        with StopRequest(config.grace) as stop:
-            try:
-                trainer = Trainer(begun, mesh, lambda: stop.signal)
-            except BaseException:
-                if lock is not None:
-                    lock.undo()
-                raise
-            try:
-                _run(config, trainer)
-            finally:
-                trainer.close()
-    finally:
+    restarts = mesh.world.begin("train.folder", metadata=[int(again)], fault=fault).metadata.wait()
+    begun = dataclasses.replace(config, resume="auto") if restarts[0][0] else config  # by another life of the ranks
+    with ExitStack() as at_end:
         if lock is not None:
-            lock.close()
+            at_end.callback(lock.close)
+        stop = at_end.enter_context(StopRequest(config.grace))
+        try:
+            trainer = Trainer(begun, mesh, lambda: stop.signal)
+        except BaseException:
+            if lock is not None:
+                lock.undo()
+            raise
+        at_end.callback(trainer.close)
+        _run(config, trainer)
     if trainer.ended_by:
-        sys.exit(status_of(trainer.ended_by))
+        sys.exit(128 + trainer.ended_by)
 
 
 def _run(config: TrainConfig, trainer: Trainer) -> None:
-    """Take the steps; rank 0 writes and tells of them."""
+    """Take the steps; rank 0 writes and shows them."""
     if trainer.mesh.world.rank:
         for _ in trainer:
             pass
@@ -207,26 +180,26 @@ def _run(config: TrainConfig, trainer: Trainer) -> None:
         _write_steps(config, trainer)
     except OSError as error:
         path, why = error.filename or config.out, error.strerror or error
-        raise RuntimeError(f"train: {path} could not be written: {why}; {say_what_is_whole(config.out)}") from error
+        whole = run_folder.say_what_is_whole(config.out)
+        raise RuntimeError(f"train: {path} could not be written: {why}; {whole}") from error
     if trainer.ended_by:
-        name, saved = signal.Signals(trainer.ended_by).name, step_folder(config.out, trainer.done)
+        name, saved = signal.Signals(trainer.ended_by).name, run_folder.step_folder(config.out, trainer.done)
         _say(f"{name}: stopped after step {trainer.done}, saved as {saved}; --resume {config.out} goes on")
         return
-    lines, ranks = read_lines(config.out / "metrics.jsonl"), trainer.mesh.world.size
+    lines, ranks = run_folder.read_lines(config.out / "metrics.jsonl"), trainer.mesh.world.size
     Console(stderr=True).print(traffic_table(lines, ranks))
     try:
         report = write_report(config.out)
     except (ValueError, OSError) as error:
-        raise RuntimeError(
-            f"train: all steps are done and saved, but the report could not be written: {error}"
-        ) from None
+        words = "train: all steps are done and saved, but the report could not be written"
+        raise RuntimeError(f"{words}: {error}") from None
     print(json.dumps({"run": str(config.out), "report": str(report)}))
 
 
 def _write_steps(config: TrainConfig, trainer: Trainer) -> None:
-    (config.out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    remove_partial(config.out)
-    write_whole(config.out / CONFIG, config.as_json())
+    (config.out / run_folder.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    run_folder.remove_partial(config.out)
+    run_folder.write_whole(config.out / run_folder.CONFIG, config.as_json())
     weights = sum(parameter.numel() for name, parameter in trainer.model.named_parameters() if "bigrams" not in name)
     table = config.table_rows * config.width
     facts = {"mesh": f"{trainer.mesh}", "data": trainer.corpus.name, "tokens": len(trainer.corpus.tokens)}
@@ -242,3 +215,61 @@ def _write_steps(config: TrainConfig, trainer: Trainer) -> None:
     finally:
         line.close()
         metrics.close()
+
+
+class StopRequest:
+    """Within this context the first SIGTERM or SIGINT is noted in ``signal``; the next one ends the process at once.
+
+    ``seconds``: how long the process may go on after the first; then it ends all the same. A thread sees to both, as
+    Python's own handlers wait for the main thread, which may stand in a call of torch. Main thread only.
+
+    >>> with StopRequest(25.0) as stop:
+    ...     stop.signal
+    0
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.signal = 0
+
+    def __enter__(self) -> StopRequest:
+        self._wakes, self._woken = socket.socketpair()
+        self._wakes.setblocking(False)
+        # Handlers do nothing: signals wake the thread.
+        taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by a shell or nohup
+        self._before: dict[int, Any] = {number: signal.signal(number, lambda *_: None) for number in taken}
+        self._fd_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="weft-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._wakes.close()  # the thread reads the end of it
+        self._thread.join()
+        self._woken.close()
+
+    def _watch(self) -> None:
+        first = 0.0
+        while True:
+            left = max(0.0, first + self._seconds - time.monotonic()) if self.signal else None
+            if not select.select([self._woken], [], [], left)[0]:
+                name = signal.Signals(self.signal).name
+                _end_now(
+                    self.signal, f"{name}: not done after {self._seconds:g} s (--grace); ended without a checkpoint"
+                )
+            received = self._woken.recv(64)
+            if not received:
+                return
+            for number in (one for one in received if one in SIGNALS):
+                if not self.signal:
+                    self.signal, first = number, time.monotonic()
+                elif time.monotonic() - first > TOGETHER:
+                    _end_now(number, f"{signal.Signals(number).name} again: ended without a checkpoint")
+
+
+def _end_now(number: int, words: str) -> None:
+    _say(words)
+    os._exit(128 + number)

@@ -1,17 +1,22 @@
-"""`TrainConfig`: every setting of a run, read from files and flags, checked, and saved with the run."""
+"""`TrainConfig`: every setting of a run, read from files and flags, checked, and saved with the run.
+
+torch is imported when there is something to do, not to show the flags.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 import types
 import typing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from weft.train.small_file import is_plain_file
+import tyro
 
 MODEL = ("width", "layers", "pattern", "heads", "kv_heads", "hidden", "table_rows", "dtype")  # fixed by weights
 MOST_STEPS = 99_999_999  # names of checkpoints have eight digits
@@ -20,94 +25,59 @@ LONGEST_WAIT = 1e7  # seconds
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run of `weft train`."""
+    """A run of `weft train`; what stands beside a setting is its help."""
 
-    out: Path = Path("run")
-    """Folder of the run: config.json, metrics.jsonl, checkpoints."""
+    out: Path = Path("run")  # Folder of the run: config.json, metrics.jsonl, checkpoints.
     resume: Literal["auto"] | Path | None = None
     """Go on with the newest whole checkpoint of this run's folder (or with this checkpoint). auto: with that of --out,
     or begin there if it has none."""
-    steps: int = 200
-    """Optimizer steps in all."""
-    seed: int = 0
-    """Of the weights at the start and of the order of the data."""
-    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """bf16: fp32 weights, products in bf16 (autocast)."""
+    steps: int = 200  # Optimizer steps in all.
+    seed: int = 0  # Of the weights at the start and of the order of the data.
+    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"  # bf16: fp32 weights, products in bf16 (autocast).
 
     dp: int | None = None
     """Data-parallel ranks: they have other sequences. Left out: what --cp and --tp leave of the ranks."""
-    cp: int = 1
-    """Context-parallel ranks: each sequence is cut over them."""
-    tp: int = 1
-    """Tensor-parallel ranks: heads and hidden units are cut over them."""
+    cp: int = 1  # Context-parallel ranks: each sequence is cut over them.
+    tp: int = 1  # Tensor-parallel ranks: heads and hidden units are cut over them.
     wrap: Literal["weft", "ddp", "fsdp2"] = "weft"
     """Who averages dense gradients: one overlapped step, DistributedDataParallel or FSDP2."""
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """How a sequence is cut over the context-parallel ranks."""
-    timeout: float = 600.0
-    """Seconds after which a rank that waits for another gives up."""
+    layout: Literal["zigzag", "contiguous"] = "zigzag"  # How a sequence is cut over the context-parallel ranks.
+    timeout: float = 600.0  # Seconds after which a rank that waits for another gives up.
     grace: float = 25.0
     """Seconds after SIGTERM or Ctrl-C in which the step is finished and saved; then the run ends without."""
 
     data: Path | None = None
     """Text file, folder of text, or token .bin. Left out: the source text of Python's standard library."""
-    token_bytes: Literal[1, 2, 4] = 2
-    """Bytes of a token in a .bin."""
-    document_token: int | None = None
-    """The token that begins a document in a .bin."""
-    held_out: float = 0.02
-    """Part of the data that is kept for the validation loss."""
-    length: int = 1024
-    """Tokens of a sequence."""
-    batch: int = 4
-    """Sequences of a step, over all ranks."""
+    token_bytes: Literal[1, 2, 4] = 2  # Bytes of a token in a .bin.
+    document_token: int | None = None  # The token that begins a document in a .bin.
+    held_out: float = 0.02  # Part of the data that is kept for the validation loss.
+    length: int = 1024  # Tokens of a sequence.
+    batch: int = 4  # Sequences of a step, over all ranks.
 
-    width: int = 128
-    """Of the residual stream."""
-    layers: int = 4
-    """Blocks of the model."""
-    pattern: str = "ls"
-    """Kinds of blocks, repeated: l for linear attention, s for softmax attention."""
-    heads: int = 4
-    """Query heads."""
-    kv_heads: int = 2
-    """Key/value heads of softmax attention."""
-    hidden: int = 256
-    """Hidden units of each block's MLP."""
-    table_rows: int = 65_537
-    """Rows of the table of hashed bigrams."""
-    vocabulary: int | None = None
-    """Tokens there are. Left out: 256 for text, what a .bin needs."""
+    width: int = 128  # Of the residual stream.
+    layers: int = 4  # Blocks of the model.
+    pattern: str = "ls"  # Kinds of blocks, repeated: l for linear attention, s for softmax attention.
+    heads: int = 4  # Query heads.
+    kv_heads: int = 2  # Key/value heads of softmax attention.
+    hidden: int = 256  # Hidden units of each block's MLP.
+    table_rows: int = 65_537  # Rows of the table of hashed bigrams.
+    vocabulary: int | None = None  # Tokens there are. Left out: 256 for text, what a .bin needs.
 
-    lr: float = 0.006
-    """Of REKLS, on the matrices of the blocks."""
-    variant: Literal["stable", "exact"] = "stable"
-    """Of REKLS. Only stable follows one process on any mesh."""
-    lr_adamw: float = 0.003
-    """Of AdamW, on embeddings, head and norms."""
-    lr_rows: float = 0.003
-    """Of the exact Adam on the rows of the bigram table."""
-    weight_decay: float = 0.01
-    """Of matrices, embeddings and head."""
-    warmup: int = 20
-    """Steps until the full rates; then they fall along a cosine."""
-    lr_end: float = 0.1
-    """What is left of the rates at the end."""
-    clip: float = 1.0
-    """Largest norm of all gradients together."""
-    tune: int = 0
-    """Look for better orders of the overlapped step before this step (0: do not)."""
+    lr: float = 0.006  # Of REKLS, on the matrices of the blocks.
+    variant: Literal["stable", "exact"] = "stable"  # Of REKLS. Only stable follows one process on any mesh.
+    lr_adamw: float = 0.003  # Of AdamW, on embeddings, head and norms.
+    lr_rows: float = 0.003  # Of the exact Adam on the rows of the bigram table.
+    weight_decay: float = 0.01  # Of matrices, embeddings and head.
+    warmup: int = 20  # Steps until the full rates; then they fall along a cosine.
+    lr_end: float = 0.1  # What is left of the rates at the end.
+    clip: float = 1.0  # Largest norm of all gradients together.
+    tune: int = 0  # Look for better orders of the overlapped step before this step (0: do not).
 
-    validate_every: int = 50
-    """Steps between validation losses (0: none)."""
-    validate_batches: int = 4
-    """Batches of held-out data in a validation loss."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints (0: only at the end)."""
-    keep: int = 2
-    """Checkpoints to keep."""
-    timeline_step: int = 10
-    """The step whose timeline is written for the report (0: none)."""
+    validate_every: int = 50  # Steps between validation losses (0: none).
+    validate_batches: int = 4  # Batches of held-out data in a validation loss.
+    checkpoint_every: int = 50  # Steps between checkpoints (0: only at the end).
+    keep: int = 2  # Checkpoints to keep.
+    timeline_step: int = 10  # The step whose timeline is written for the report (0: none).
 
     @property
     def kinds(self) -> str:
@@ -120,40 +90,42 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise what is wrong with settings that need neither ranks nor data."""
+        for fault in self._faults():
+            raise ValueError(f"train: {fault}")
+
+    def _faults(self) -> Iterator[str]:
         for name in ("steps", "length", "batch", "width", "layers", "heads", "kv_heads", "hidden", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train: {flag(name)} must be at least 1, got {getattr(self, name)}")
+            if (value := getattr(self, name)) < 1:
+                yield f"{flag(name)} must be at least 1, got {value}"
         for name in ("warmup", "tune", "validate_every", "validate_batches", "checkpoint_every", "timeline_step"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"train: {flag(name)} must not be negative, got {getattr(self, name)}")
+            if (value := getattr(self, name)) < 0:
+                yield f"{flag(name)} must not be negative, got {value}"
         for name in ("lr", "lr_adamw", "lr_rows", "weight_decay", "lr_end"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"train: {flag(name)} must be finite and not negative, got {getattr(self, name)}")
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
+                yield f"{flag(name)} must be finite and not negative, got {value}"
         if self.steps > MOST_STEPS:
-            raise ValueError(f"train: --steps must be at most {MOST_STEPS:,}, got {self.steps}")
+            yield f"--steps must be at most {MOST_STEPS:,}, got {self.steps}"
         if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"train: --seed must be an integer of 64 bits, got {self.seed}")
+            yield f"--seed must be an integer of 64 bits, got {self.seed}"
         if not self.clip > 0:
-            raise ValueError(f"train: --clip must be > 0, got {self.clip}")
+            yield f"--clip must be > 0, got {self.clip}"
         for name in ("timeout", "grace"):
-            if not 0 < getattr(self, name) <= LONGEST_WAIT:
-                raise ValueError(
-                    f"train: {flag(name)} must be > 0 and at most {LONGEST_WAIT:.0f} s, got {getattr(self, name)}"
-                )
+            if not 0 < (value := getattr(self, name)) <= LONGEST_WAIT:
+                yield f"{flag(name)} must be > 0 and at most {LONGEST_WAIT:.0f} s, got {value}"
         if not 0 <= self.held_out < 1:
-            raise ValueError(f"train: --held-out must be in [0, 1), got {self.held_out}")
+            yield f"--held-out must be in [0, 1), got {self.held_out}"
         if not self.pattern or set(self.pattern) - set("ls"):
-            raise ValueError(f"train: --pattern must be made of l and s, got {self.pattern!r}")
+            yield f"--pattern must be made of l and s, got {self.pattern!r}"
         if self.table_rows < 2:
-            raise ValueError(f"train: --table-rows must be at least 2, one of them reserved, got {self.table_rows}")
+            yield f"--table-rows must be at least 2, one of them reserved, got {self.table_rows}"
         if self.width % (2 * self.heads):
-            raise ValueError(f"train: --width {self.width} must be a multiple of 2 x --heads {self.heads}")
+            yield f"--width {self.width} must be a multiple of 2 x --heads {self.heads}"
         if self.heads % self.kv_heads:
-            raise ValueError(f"train: --heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
+            yield f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
         if self.tp > 1 and (self.kv_heads % self.tp or self.hidden % self.tp):
-            raise ValueError(f"train: --tp {self.tp} must divide --kv-heads {self.kv_heads} and --hidden {self.hidden}")
+            yield f"--tp {self.tp} must divide --kv-heads {self.kv_heads} and --hidden {self.hidden}"
         if self.dp is not None and self.dp > 0 and self.batch % self.dp:
-            raise ValueError(f"train: --batch {self.batch} must be a multiple of --dp {self.dp}")
+            yield f"--batch {self.batch} must be a multiple of --dp {self.dp}"
 
     def as_json(self) -> str:
         """As it is saved with a run."""
@@ -196,7 +168,7 @@ def fit_mesh(dp: int | None, cp: int, tp: int, ranks: int | None) -> tuple[int, 
 def read_config(path: Path, base: TrainConfig | None = None) -> TrainConfig:
     """Settings from a .json or .toml file, over those of ``base``. Nothing in the file is executed."""
     try:
-        if path.exists() and not is_plain_file(path):
+        if path.exists() and not os.path.isfile(path):  # opening a pipe or a device may wait for ever
             raise ValueError(f"train: config {path} is not a file; give a .json or .toml file")
         text = path.read_text()
     except OSError as error:
@@ -239,3 +211,30 @@ def _take(source: str, name: str, value: Any, hint: Any) -> Any:
             return value
     wanted = getattr(hint, "__name__", str(hint).replace("typing.", ""))
     raise ValueError(f"train: {source}: {name} must be {wanted}, got {value!r}")
+
+
+def make_command(arguments: Sequence[str]) -> Callable[..., None]:
+    """The command for tyro; its defaults are what ``arguments`` say of a config file and of a run to resume."""
+    defaults = TrainConfig()
+    if "-h" not in arguments and "--help" not in arguments:
+        from weft.train.command import or_exit, read_defaults
+
+        defaults = or_exit(lambda: read_defaults(arguments))
+
+    def train(
+        config: Annotated[Path | None, tyro.conf.Positional] = None,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
+    ) -> None:
+        """Train a hybrid language model with all four families at once.
+
+        It starts dp x cp x tp local ranks; `torchrun ... -m weft.train` joins the ranks there are.
+
+        Args:
+            config: Settings in a .json or .toml file, by their names below with underscores; flags come after it.
+            settings: Every one of them.
+        """
+        from weft.train.command import or_exit, start
+
+        or_exit(lambda: start(settings, arguments))
+
+    return train

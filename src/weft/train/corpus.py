@@ -24,10 +24,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from weft.train.small_file import is_plain_file
-
 logger = logging.getLogger(__name__)
 BYTES = 256  # the vocabulary of text
+_READING = "train: reading data %s"
 _DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
 _HEADER = 256 * 4  # of token files that have one: int32 magic, version, number of tokens, and nothing
 _MAGICS = (20240520, 20240801)  # of two-byte and of four-byte tokens, as llm.c writes them
@@ -103,8 +102,7 @@ def _refuse(path: Path, words: str) -> NoReturn:
     raise ValueError(f"train: --data {path} {words}")
 
 
-def _kind(path: Path) -> int:
-    """The mode of what is there."""
+def _mode_of(path: Path) -> int:
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -122,14 +120,14 @@ def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
 
 def _read_text(path: Path) -> tuple[str, bytearray, Tensor]:
     """(name, packed documents, where they begin) of a text file, or of the text files below a folder."""
-    mode = _kind(path)
+    mode = _mode_of(path)
     if stat.S_ISDIR(mode):
         return _read_folder(path)
     if not stat.S_ISREG(mode):
         _refuse(path, "is neither a file nor a folder; give a text file, a folder or a token file (.bin)")
     packed = bytearray(b"\0")
     if path.stat().st_size:
-        _tell_reading(path)
+        logger.info(_READING, path)
     try:
         where = _append_text(path, packed)
     except OSError as error:
@@ -139,10 +137,6 @@ def _read_text(path: Path) -> tuple[str, bytearray, Tensor]:
     if len(packed) == 1:
         _refuse(path, "is empty; give a file with text")
     return str(path), packed, torch.zeros(1, dtype=torch.int64)
-
-
-def _tell_reading(source: object) -> None:
-    logger.info("train: reading data %s", source)
 
 
 def _append_text(path: Path, packed: bytearray) -> int | None:
@@ -207,12 +201,11 @@ def _pack(folder: Path, paths: Iterable[Path], left_out: Counter[str]) -> tuple[
 
     packed, starts, ordered = bytearray(), [], sorted(paths, key=key)
     if ordered:
-        _tell_reading(folder)
+        logger.info(_READING, folder)
     for path in ordered:
         begin = len(packed)
         packed += b"\0"
-        reason = _why_not(path, packed)
-        if reason is None:
+        if (reason := _why_not(path, packed)) is None:
             starts.append(begin)
         else:
             del packed[begin:]
@@ -223,7 +216,7 @@ def _pack(folder: Path, paths: Iterable[Path], left_out: Counter[str]) -> tuple[
 def _why_not(path: Path, packed: bytearray) -> str | None:
     """Add the text in a file; why nothing was added, if so."""
     begin = len(packed)
-    if not is_plain_file(path):
+    if not os.path.isfile(path):
         return "unreadable"
     try:
         where = _append_text(path, packed)
@@ -238,7 +231,7 @@ def _why_not(path: Path, packed: bytearray) -> str | None:
 def _open_tokens(path: Path, vocabulary: int | None, token_bytes: int, document_token: int | None) -> Corpus:
     if token_bytes not in _DTYPES:
         raise ValueError(f"train: --token-bytes must be 1, 2 or 4, got {token_bytes}")
-    if not stat.S_ISREG(_kind(path)):
+    if not stat.S_ISREG(_mode_of(path)):
         _refuse(path, "is not a file; give a token file")
     try:
         with path.open("rb") as file:
@@ -252,7 +245,7 @@ def _open_tokens(path: Path, vocabulary: int | None, token_bytes: int, document_
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
         tokens = torch.frombuffer(content, dtype=_DTYPES[token_bytes])
 
-    _tell_reading(path)
+    logger.info(_READING, path)
     # One look at everything, for the largest token, the documents and the digest.
     largest, places, digest = 0, [torch.zeros(1, dtype=torch.int64)], hashlib.sha256(f"{document_token}".encode())
     for at in range(0, len(tokens), _CHUNK):

@@ -7,6 +7,7 @@ that goes back moves what came later aside, into ``checkpoints/abandoned-N``. On
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -17,8 +18,6 @@ from typing import Any
 
 from weft.parallel import checkpoint
 from weft.train.config import TrainConfig, read_config, take_settings
-from weft.train.metrics import split_lines
-from weft.train.small_file import is_plain_file, write_whole
 
 logger = logging.getLogger(__name__)
 CHECKPOINTS, CONFIG, LOCK = "checkpoints", "config.json", "run.lock"
@@ -81,6 +80,46 @@ def check_new(out: Path) -> None:
         raise ValueError(f"train: --out {out} is not empty and not a run; give another folder, or an empty one")
 
 
+# Its small files, whole or as they were before.
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write under another name, then rename: whatever happens, ``path`` has the old or the new content.
+
+    An OSError names ``path``, and what was written under the other name is gone.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with partial.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics file. Lines that are none, as where a run was killed, are passed over."""
+    found = split_lines(path.read_bytes()) if os.path.isfile(path) else []
+    return [line for _, line in found if line is not None]
+
+
+def split_lines(content: bytes) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """(text, its step) of each line of a metrics file; None where something broke it."""
+    found: list[tuple[bytes, dict[str, Any] | None]] = []
+    for text in content.split(b"\n"):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if text.strip():
+            found.append((text, line if isinstance(line, dict) and type(line.get("step")) is int else None))
+    return found
+
+
 # One run at a time.
 
 
@@ -139,7 +178,7 @@ def job_name() -> str:
 def was_begun_by_this_job(run: Path) -> bool:
     """Whether an earlier life of this process has written there."""
     lock = run / LOCK
-    return is_plain_file(lock) and lock.read_text(errors="replace").strip().endswith(f", job {job_name()}")
+    return os.path.isfile(lock) and lock.read_text(errors="replace").strip().endswith(f", job {job_name()}")
 
 
 # Checkpoints.
@@ -162,9 +201,9 @@ def leave_behind(run: Path, step: int) -> None:
         number += 1
     aside.mkdir()
     metrics = run / "metrics.jsonl"
-    if is_plain_file(metrics):
-        lines = [text for text, at in split_lines(metrics.read_bytes()) if at is not None and at > step]
-        write_whole(aside / metrics.name, b"".join(line + b"\n" for line in lines))
+    if os.path.isfile(metrics):
+        lines = [text for text, line in split_lines(metrics.read_bytes()) if line is not None and line["step"] > step]
+        write_whole(aside / metrics.name, b"".join(text + b"\n" for text in lines))
     for folder in later:
         folder.rename(aside / folder.name)
     names = ", ".join(folder.name for folder in later)
@@ -189,7 +228,7 @@ def whole_checkpoints(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
     Damaged ones are named in the log. Raises if there is none at all, or none that is whole.
     """
-    if is_plain_file(path / checkpoint.MANIFEST) or step_of(path) is not None:
+    if os.path.isfile(path / checkpoint.MANIFEST) or step_of(path) is not None:
         yield path, read_facts(path, digests=True)
         return
     check_resumable(path)
@@ -204,24 +243,19 @@ def whole_checkpoints(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def check_resumable(path: Path) -> None:
     """Raise if there is no checkpoint at ``path``, nor a run that has one; whether they are whole is not looked at."""
-    if not list_checkpoints(path) and not is_plain_file(path / checkpoint.MANIFEST):
+    if not list_checkpoints(path) and not os.path.isfile(path / checkpoint.MANIFEST):
         raise ValueError(f"train: --resume {path} is neither a run with a checkpoint nor a checkpoint")
 
 
-def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The first of `whole_checkpoints`."""
-    return next(whole_checkpoints(path))
-
-
-def newest_whole(run: Path) -> Path | None:
-    """The newest checkpoint whose files are there with their sizes, if there is one."""
+def say_what_is_whole(run: Path) -> str:
+    """The newest checkpoint whose files are there with their sizes, from which training can go on."""
     for folder in list_checkpoints(run):
         try:
             checkpoint.read_manifest(folder)
         except ValueError:
             continue
-        return folder
-    return None
+        return f"{folder} is whole"
+    return "there is no whole checkpoint before it"
 
 
 def saved_settings(path: Path) -> TrainConfig | None:
@@ -233,7 +267,7 @@ def saved_settings(path: Path) -> TrainConfig | None:
         except ValueError as error:
             fault = error
             logger.warning("%s; the settings of a checkpoint are used, if there is one", error)
-    for folder in [path] if is_plain_file(path / checkpoint.MANIFEST) else list_checkpoints(run):
+    for folder in [path] if os.path.isfile(path / checkpoint.MANIFEST) else list_checkpoints(run):
         try:
             facts = read_facts(folder)
         except ValueError:

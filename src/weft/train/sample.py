@@ -13,11 +13,11 @@ from torch import Tensor
 
 from weft.parallel import checkpoint
 from weft.parallel.mesh import make_mesh
+from weft.train.checkpoints import check_sizes
 from weft.train.config import take_settings
 from weft.train.corpus import BYTES
 from weft.train.model import LanguageModel
 from weft.train.run_folder import whole_checkpoints
-from weft.train.run_state import check_sizes
 
 logger = logging.getLogger(__name__)
 BEGIN = 0  # the byte before a document, and so the one after its end

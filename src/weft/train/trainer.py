@@ -12,47 +12,17 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.comm import Ledger, Pending, record
+from weft.comm import Ledger, record
 from weft.comm.text import share_text
 from weft.parallel.mesh import ParallelMesh
 from weft.parallel.wrappers import wrap_with_ddp_beside_tables, wrap_with_fsdp2
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
+from weft.train.checkpoints import Resumption, Saver, StateToLoad
 from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
-from weft.train.metrics import StepTraffic, share_traffic, spans_of
-from weft.train.mixers import Place
-from weft.train.model import LanguageModel
-from weft.train.optimizer import make_step, rate_at, set_rates
-from weft.train.resume import Resumption
-from weft.train.run_folder import leave_behind, run_of
-from weft.train.run_state import Saver, StateToLoad, groups_to_save, tensors_of
-from weft.train.small_file import write_whole
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave, the same on every rank."""
-
-    step: int
-    loss: float
-    norm: float
-    tokens: int
-    traffic: StepTraffic
-    valid_loss: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all ranks together."""
-        return self.tokens / self.traffic.seconds
-
-    def line(self) -> dict[str, Any]:
-        """For metrics.jsonl."""
-        one = {
-            "step": self.step, "loss": self.loss, "norm": self.norm, "seconds": self.traffic.seconds,
-            "tokens_per_second": self.tokens_per_second, "bytes": self.traffic.bytes,
-            "exposed": self.traffic.exposed, "exposed_share": self.traffic.exposed_share,
-        }  # fmt: skip
-        return one if self.valid_loss is None else {**one, "valid_loss": self.valid_loss}
+from weft.train.metrics import StepResult, gather_floats, gather_step, spans_of
+from weft.train.model import LanguageModel, Place, make_step, rate_at, set_rates
+from weft.train.run_folder import leave_behind, run_of, write_whole
 
 
 @dataclass(frozen=True)
@@ -138,20 +108,19 @@ class Trainer:
         try:
             while self.done < config.steps:
                 result = self.take_step()
-                if result.traffic.signal and self.done < config.steps:
-                    self.ended_by = result.traffic.signal
-                    self._save()
-                    self._saver.wait()
-                    yield result
-                    return
-                if config.validate_every and (self.done % config.validate_every == 0 or self.done == config.steps):
-                    result = replace(result, valid_loss=self.validation_loss())
                 last = self.done == config.steps
-                if last or (config.checkpoint_every and self.done % config.checkpoint_every == 0):
+                if result.traffic.signal and not last:
+                    self.ended_by = result.traffic.signal
+                elif config.validate_every and (last or self.done % config.validate_every == 0):
+                    result = replace(result, valid_loss=self.validation_loss())
+                ends = last or bool(self.ended_by)
+                if ends or (config.checkpoint_every and self.done % config.checkpoint_every == 0):
                     self._save()
-                if last:
+                if ends:
                     self._saver.wait()
                 yield result
+                if self.ended_by:
+                    return
         finally:
             self.close()
 
@@ -169,7 +138,6 @@ class Trainer:
         set_rates(config, self.step, rate_at(config, self.done))
         with record() as ledger:
             total = self._loss_of(batch)
-            loss = self._sum_over_tokens(total.detach())
             if self.done + 1 < config.steps:
                 self.model.bigrams.prefetch(self._batches.peek().rows.to(self.device))
             # Gradients are averaged over the ranks that have other tokens; each has its part of a sum over all.
@@ -179,14 +147,15 @@ class Trainer:
                 self.step.tune(weft.world.VirtualWorld(self.mesh.world.size, machine), show=False)
             self.step.step()
             self.step.zero_grad()
-            shown = float(loss.wait()) / self._tokens_of_step
+            loss = float(total.detach())
         ended = clock()
         self.done += 1
         if self.done == config.timeline_step:
             self._write_timeline(ledger, began, ended)
-        traffic = share_traffic(self.mesh.world, ledger, ended - began, self._signal())
+        losses, traffic = gather_step(self.mesh.world, ledger, ended - began, loss, self._signal())
         assert self.step.norm is not None
-        return StepResult(self.done, shown, self.step.norm, self._tokens_of_step, traffic)
+        mean = float(self._sum_over_tokens(losses)) / self._tokens_of_step
+        return StepResult(self.done, mean, self.step.norm, self._tokens_of_step, traffic)
 
     @property
     def _tokens_of_step(self) -> int:
@@ -202,10 +171,9 @@ class Trainer:
             logits = self._forward(tokens, rows, Place(where, batch.positions.to(self.device)))
         return self.model.loss(logits, targets)
 
-    def _sum_over_tokens(self, mine: Tensor) -> Pending[Tensor]:
-        """Of all ranks, in rank order."""
-        parts = self.mesh.tokens.begin("train.loss").all_gather(mine.double().reshape(-1).cpu())
-        return Pending(lambda: torch.stack(parts.wait()).sum(0))
+    def _sum_over_tokens(self, everybody: Tensor) -> Tensor:
+        """Of all ranks' figures ``[P, ...]``: tensor-parallel neighbours have the same tokens, the first counts."""
+        return everybody[:: self.mesh.tensor.size].sum(0)
 
     @torch.no_grad()
     def validation_loss(self) -> float | None:
@@ -218,7 +186,8 @@ class Trainer:
             for batch in batches:
                 count = (batch.targets != IGNORED).sum()
                 total += torch.stack([self._loss_of(batch).double().cpu(), count.double()])
-        losses, tokens = self._sum_over_tokens(total).wait().tolist()
+        everybody = gather_floats(self.mesh.world, "train.validation", total.tolist())
+        losses, tokens = self._sum_over_tokens(everybody).tolist()
         return losses / tokens
 
     def _write_timeline(self, ledger: Ledger, began: float, ended: float) -> None:
@@ -231,13 +200,12 @@ class Trainer:
     # Checkpoints.
 
     def _save(self) -> None:
-        tensors, saved = tensors_of(self.model, self.step)
         facts = {
-            "position": self._batches.position, "groups": groups_to_save(saved), "data": self.corpus.digest,
+            "step": self.done, "position": self._batches.position, "data": self.corpus.digest,
             "vocabulary": self.model.vocabulary, "mesh": list(self.mesh.shape),
             "config": json.loads(self.config.as_json()),
         }  # fmt: skip
-        self._saver.start(self.done, tensors, facts)
+        self._saver.start(self.model, self.step, facts)
 
     def _resume(self, before: Resumption) -> int:
         """Take up the state of a checkpoint; the position in the data. What came after it is moved aside."""

@@ -12,8 +12,8 @@ from rich.console import Console
 from weft.bench.train.plain_train import count_plain_bytes
 from weft.report.page import write_report
 from weft.train.config import TrainConfig
-from weft.train.metrics import read_lines
-from weft.train.progress import compare_table
+from weft.train.metrics import compare_table
+from weft.train.run_folder import read_lines
 from weft.train.sample import generate, load_model
 from weft.world.local_ranks import run_ranks
 

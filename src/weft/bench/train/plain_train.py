@@ -30,9 +30,7 @@ from weft.parallel.mesh import ParallelMesh, make_mesh
 from weft.parallel.wrappers import wrap_with_ddp
 from weft.train.config import TrainConfig, fit_mesh
 from weft.train.metrics import FAMILIES, family_of
-from weft.train.mixers import LinearMixer, SoftmaxMixer
-from weft.train.model import LanguageModel
-from weft.train.optimizer import sort_parameters
+from weft.train.model import LanguageModel, LinearMixer, SoftmaxMixer, sort_parameters
 from weft.train.trainer import Trainer
 
 METHODS = {

@@ -129,7 +129,7 @@ def _measure(axis: Axis, trainer: Trainer) -> Sample:
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     line_up(axis)
     after, used = sent_bytes(), busy_seconds()
-    waited = sum(end - start for operation, start, end in ledger.exposed if operation != "train.metrics")
+    waited = sum(end - start for operation, start, end in ledger.exposed if not operation.startswith("train.metrics"))
     sent = trainer.sent_bytes(ledger) if isinstance(trainer, PlainTrainer) else _by_family(ledger)
     kernel = None if before is None or after is None else after - before
     return Sample(wall, cpu, waited, sent, kernel, None if busy is None or used is None else used - busy)

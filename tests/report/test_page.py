@@ -18,7 +18,7 @@ from report_page import figure, page_of, places, words
 
 from weft.report.page import show_report
 from weft.report.run import FAMILIES
-from weft.report.scale import size_of
+from weft.report.svg import size_of
 
 FIGURES = ("loss", "speed", "bytes", "timeline", "config")
 

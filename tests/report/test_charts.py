@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from weft.report.charts import merge
 from weft.report.run import Span
-from weft.report.scale import fit, log_ticks, round_ticks, short, size_of, spread, thin
-from weft.report.timeline import merge
+from weft.report.svg import fit, log_ticks, round_ticks, short, size_of, spread, thin
 
 
 def test_ticks_are_round_and_inside() -> None:

@@ -1,11 +1,51 @@
-"""Scales of a chart: from values to places, round numbers for ticks, and words for numbers."""
+"""Pieces of a chart as SVG text: shapes, scales from values to places, round numbers for ticks, words for numbers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from html import escape
 
 Point = tuple[float, float]
+WIDTHS = {"wide": 728, "narrow": 340}  # every chart is drawn for wide and for narrow pages, with letters of one size
+LETTER = 6.4  # width of a letter of a label, on the wide side
+
+
+def drawing(kind: str, width: str, height: float, label: str, inside: list[str], more: str = "") -> str:
+    """A whole chart; ``width`` is a key of WIDTHS."""
+    box = f'viewBox="0 0 {WIDTHS[width]} {height:.0f}"'
+    return (
+        f'<svg class="{kind} {width}" {box} role="img" aria-label="{escape(label)}"{more}>\n'
+        + "\n".join(inside)
+        + "\n</svg>"
+    )
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """Words whose baseline is at y."""
+    named = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'
+
+
+def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    """A straight line."""
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def rectangle(kind: str, x: float, y: float, width: float, height: float, title: str = "", more: str = "") -> str:
+    """A rectangle, with words for a pointer that rests on it."""
+    hint = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{more}{hint}'
+
+
+def swatch(inside: str) -> str:
+    """A small square with shapes of 10 x 10 in it."""
+    return f'<svg class="swatch" viewBox="0 0 10 10" aria-hidden="true">{inside}</svg>'
+
+
+def colour_swatch(kind: str) -> str:
+    """A small square in the colour of a class."""
+    return swatch(f'<rect class="{kind}" width="10" height="10"/>')
 
 
 @dataclass(frozen=True)
@@ -29,18 +69,12 @@ class Scale:
         return log_ticks(self.low, self.high, count) if self.log else round_ticks(self.low, self.high, count)
 
 
-def round_step(length: float, count: int) -> float:
-    """1, 2 or 5 times a power of ten: the least of which ``count`` cover a length."""
-    rough = length / max(1, count)
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-
-
 def round_ticks(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` multiples of a round number."""
-    step = round_step(high - low, count)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)]
+    """Multiples of 1, 2 or 5 times a power of ten: of the least step that needs no more than about ``count``."""
+    rough = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [place * step for place in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float, count: int) -> list[float]:
@@ -53,14 +87,14 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def fit(values: list[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Scale:
-    """The scale that holds all values, with a little room; one value gets room on both sides."""
+    """The scale that holds all values, with a little margin; one value gets some on both sides."""
     low, high = min(values), max(values)
     if log:
         return Scale(low / 1.3, high * 1.3, start, end, log=True)
     if zero:
         low, high = min(0.0, low), max(0.0, high) * 1.08
-    room = 0.0 if zero and high > low else 0.05 * (high - low) or abs(high) * 0.1 or 1.0
-    return Scale(low if zero else low - room, high + room, start, end)
+    margin = 0.0 if zero and high > low else 0.05 * (high - low) or abs(high) * 0.1 or 1.0
+    return Scale(low if zero else low - margin, high + margin, start, end)
 
 
 def thin(points: list[Point], columns: int) -> list[Point]:
@@ -77,16 +111,15 @@ def thin(points: list[Point], columns: int) -> list[Point]:
         columns_of.setdefault(min(columns - 1, int((x - first) / length * columns)), []).append(place)
     for column in columns_of.values():
         finite = [place for place in column if math.isfinite(points[place][1])]
-        broken = [place for place in column if not math.isfinite(points[place][1])]
-        kept.update(broken[:1])
+        kept.update([place for place in column if not math.isfinite(points[place][1])][:1])
         if finite:
-            kept.update((finite[0], finite[-1]))
-            kept.update((min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])))
+            by_value = sorted(finite, key=lambda place: points[place][1])
+            kept.update((finite[0], finite[-1], by_value[0], by_value[-1]))
     return [points[place] for place in sorted(kept)]
 
 
 def spread(places: list[float], apart: float, low: float, high: float) -> list[float]:
-    """Places of labels moved until they are ``apart``, in the same order, within low..high if there is room."""
+    """Places of labels moved until they are ``apart``, in the same order, within low..high if there is space."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     floor = low
