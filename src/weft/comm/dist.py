@@ -13,20 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.axis import Axis
 from weft.comm.hang import HangDetector
 from weft.comm.lane import StreamLane, ThreadLanes
-from weft.comm.wire import Pending, SoloWire, WireMessage
+from weft.comm.wire import Pending, WireMessage
 from weft.errors import CallRecord, CommError
 
 T = TypeVar("T")
 
-_axes: weakref.WeakKeyDictionary[Any, Axis] = weakref.WeakKeyDictionary()
 _generations: dict[str, int] = {}  # how often a group of this name has been seen, to keep store keys apart
 
 
-def axis_of(group: Any) -> Axis:
-    """The axis of a ProcessGroup, a 1-D DeviceMesh or None (WORLD, or a world of one). Always the same one.
+def process_group_of(group: Any) -> dist.ProcessGroup | None:
+    """The process group that a ProcessGroup, a 1-D DeviceMesh or None (WORLD) stands for; None in a world of one.
 
     What is wrong with a group is raised on this rank alone: without a group there is nobody to tell.
     """
@@ -38,9 +36,7 @@ def axis_of(group: Any) -> Axis:
             )
         group = group.get_group()
     if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return Axis.over(SoloWire())
-        group = dist.group.WORLD
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "Axis.of: this rank is not a member of the group; call it on the group's ranks only (raised on this rank "
@@ -51,9 +47,7 @@ def axis_of(group: Any) -> Axis:
             f"Axis.of: group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got {type(group).__name__} "
             f"(raised on this rank alone)"
         )
-    if group not in _axes:
-        _axes[group] = Axis.over(DistWire(group), name=f"group {group.group_name}")
-    return _axes[group]
+    return group
 
 
 class _Posted(Pending[None]):
@@ -169,7 +163,7 @@ class DistWire:
         """Make every wait on this group end.
 
         On Gloo a receive that times out closes all its connections. A receive from a peer that is gone fails before
-        it can time out, so all peers are tried.
+        it can time out, and then the next one is tried.
         """
         if self._nccl is not None:
             self._nccl.close(self.group)
@@ -177,8 +171,11 @@ class DistWire:
             return
         for peer in range(self.size):
             if peer != self.rank:
-                with suppress(RuntimeError):
+                try:
                     self.group.recv([torch.empty(1)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if "timed out" in str(error).lower():
+                        return
 
 
 def _wait_for(works: Sequence[Any]) -> None:
