@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.errors import as_told
+from weft.errors import as_fault
 
 T = TypeVar("T")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -28,7 +28,7 @@ def read(operation: str, rank: int | None, reading: Callable[[], T | Exception])
     try:
         return reading()
     except Exception as error:
-        return as_told(f"{operation}: the arguments cannot be read", error, at(rank))
+        return as_fault(f"{operation}: the arguments cannot be read", error, at(rank))
 
 
 def first_fault(operation: str, rank: int, finders: Iterable[Callable[[], Exception | None]]) -> Exception | None:
@@ -164,4 +164,4 @@ def _named(operation: str, name: str, rank: int | None, find: Callable[[], Excep
     try:
         return find()
     except Exception as error:
-        return as_told(f"{operation}: {name} cannot be read", error, at(rank))
+        return as_fault(f"{operation}: {name} cannot be read", error, at(rank))

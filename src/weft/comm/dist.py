@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.hang import HangDetector
-from weft.comm.lane import StreamLane, ThreadLanes
-from weft.comm.wire import Pending, WireMessage
+from weft.comm.wire import Pending, StreamLane, ThreadLanes, WireMessage
 from weft.errors import CallRecord, CommError
 
 T = TypeVar("T")

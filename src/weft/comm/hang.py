@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from weft.comm.counter import dump_records, load_records
 from weft.errors import CallRecord, CommError, Fault, diagnose, error_of, fault_of, name_ranks
 
 PATIENCE = 1.0  # seconds a wait may last before the others are looked up
@@ -80,7 +81,7 @@ class HangDetector:
         """This rank could not make this call: leave the reason where those who wait for it will look."""
         self._forget(record)
         self._refused.add((record.counter, record.number))
-        self._store.set(f"refusal/{self._rank}", _dump([record]))
+        self._store.set(f"refusal/{self._rank}", dump_records([record]))
         self._store.add("changes", 1)
         self._refusal_stands = True
 
@@ -105,11 +106,11 @@ class HangDetector:
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
         """Rank 0 of the axis compares everybody's call and leaves the diagnosis: two store operations for each rank."""
         where = f"agree/{record.counter}/{record.number}"
-        self._store.set(f"{where}/{self._rank}", _dump([record]))
+        self._store.set(f"{where}/{self._rank}", dump_records([record]))
         if self._rank == members[0]:
             keys = [f"{where}/{member}" for member in members]
             self._await(record, keys, members)
-            records = {index: _load(self._store.get(key))[0] for index, key in enumerate(keys)}
+            records = {index: load_records(self._store.get(key))[0] for index, key in enumerate(keys)}
             self._store.set(f"{where}/diagnosis", json.dumps(diagnose(records, len(members))))
         else:
             self._await(record, [f"{where}/diagnosis"], members[:1])
@@ -140,7 +141,7 @@ class HangDetector:
     def explain(self, record: CallRecord, peer: int, error: Exception) -> Exception:
         """What a wait that failed on ``peer`` means: the reason if there is one, else a lost or silent peer."""
         meaning = self._find_meaning(record, peer, error)
-        self._close()  # so that ranks who only send to this one hear of it at their next call
+        self._close()  # so that ranks who only send to this one find it at their next call
         return meaning
 
     def _find_meaning(self, record: CallRecord, peer: int, error: Exception) -> Exception:
@@ -200,7 +201,7 @@ class HangDetector:
     def _publish(self, store: Any, lasting: list[Wait]) -> None:
         """What this rank called, waits in and refused; nothing when it waits no longer, and then it is no reader."""
         stuck = [[wait.record.counter, wait.record.number, wait.kind] for wait in lasting]
-        words = json.dumps([_dump(list(self._history)), stuck, sorted(self._refused)]) if lasting else ""
+        words = json.dumps([dump_records(list(self._history)), stuck, sorted(self._refused)]) if lasting else ""
         if words != self._published:
             store.set(f"state/{self._rank}", words)
             store.add("changes", 1)  # after it: a look that misses the one misses the other
@@ -241,11 +242,11 @@ class HangDetector:
         calls: dict[tuple[str, int], dict[int, CallRecord]] = {}
         for rank in range(self._size):
             if words := _read(store, f"refusal/{rank}"):
-                refusals += _load(words)
+                refusals += load_records(words)
             if words := _read(store, f"state/{rank}"):
                 records, stuck, refused = json.loads(words)
                 waits += [(counter, number, kind, refused) for counter, number, kind in stuck]
-                for record in _load(records):
+                for record in load_records(records):
                     calls.setdefault((record.counter, record.number), {})[rank] = record
         for one in refusals:
             # A call that the waiting rank refused too was made by nobody, and holds up nobody.
@@ -269,19 +270,6 @@ class HangDetector:
 def _read(store: Any, key: str) -> bytes:
     """What is published under ``key``, nothing if nothing is. Keys are never deleted: a read would wait for them."""
     return store.get(key) if store.check([key]) else b""
-
-
-def _dump(records: list[CallRecord]) -> str:
-    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault, r.integers] for r in records])
-
-
-def _load(text: bytes | str) -> list[CallRecord]:
-    return [
-        CallRecord(
-            counter, number, operation, tuple((k, v) for k, v in signature), tag, fault and tuple(fault), integers
-        )
-        for counter, number, operation, signature, tag, fault, integers in json.loads(text)
-    ]
 
 
 _detectors: weakref.WeakSet[HangDetector] = weakref.WeakSet()

@@ -116,7 +116,7 @@ class _Route:
     flights: dict[int, Flight] = field(default_factory=lambda: defaultdict(Flight))
 
 
-class Mail:
+class TaggedMessages:
     """Messages that meet by peer and tag, whatever else is on its way."""
 
     def __init__(self, scheduler: Scheduler, links: Links, tcp: Machine | None = None) -> None:

@@ -18,7 +18,7 @@ from weft.comm.arguments import (
     show,
     the_choice,
 )
-from weft.comm.eager import eager
+from weft.comm.function import eager
 from weft.ops.attention.distributed import Attention
 from weft.ops.attention.methods import METHODS
 from weft.ops.attention.options import Options

@@ -16,7 +16,7 @@ from weft.comm.arguments import (
     read,
     the_choice,
 )
-from weft.comm.eager import eager
+from weft.comm.function import eager
 from weft.comm.modes import tensors_are_real
 from weft.ops.linear_attention.backend import CHOICES, choose_backend, find_triton_fault
 from weft.ops.linear_attention.distributed import LinearAttention, Options

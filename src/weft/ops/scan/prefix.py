@@ -17,8 +17,7 @@ from weft.comm.arguments import (
     read,
     the_choice,
 )
-from weft.comm.eager import eager
-from weft.comm.function import RankFunction
+from weft.comm.function import RankFunction, eager
 from weft.comm.schedule import ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import METHODS, schedule

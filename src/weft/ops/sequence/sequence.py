@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call
 from weft.comm.arguments import find_integer_fault, read, show, the_choice
-from weft.comm.eager import eager
+from weft.comm.function import eager
 from weft.ops.sequence.layout import LAYOUTS, TokenRun, find_layout_fault, lay_out, shard_lengths
 from weft.parallel.dtensor import is_dtensor
 

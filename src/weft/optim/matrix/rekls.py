@@ -13,7 +13,7 @@ from weft.comm import Axis
 from weft.comm.arguments import at, read
 from weft.comm.modes import outside_autocast
 from weft.comm.wire import SoloWire
-from weft.errors import as_told
+from weft.errors import as_fault
 from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.matrix.placement import find_cut_fault, find_parameter_fault, find_placements
 from weft.optim.matrix.plan import VARIANTS, Plan, Planner, counts_here, in_waves
@@ -123,7 +123,7 @@ class REKLS(StepPart):
         try:
             super().add_param_group(param_group)
         except Exception as error:  # torch's words
-            self._refuse(as_told("REKLS: the parameters cannot be taken", error, at(self._rank)))
+            self._refuse(as_fault("REKLS: the parameters cannot be taken", error, at(self._rank)))
         group = self.param_groups[-1]
         try:
             self._place(len(self.param_groups) - 1, group)

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
 from weft.comm.modes import outside_autocast
-from weft.errors import as_told
+from weft.errors import as_fault
 from weft.optim.owners import Averaged, Held, Owners, Route
 from weft.optim.slices.faults import find_group_fault, find_wrapper_fault, read_parameters
 from weft.optim.slices.layout import Range, cut_bucket, fill_buckets, flat_of, write_range
@@ -114,7 +114,7 @@ class ShardedAdamW(StepPart):
 
     def _refuse(self, error: Exception) -> NoReturn:
         rank = self._axis.rank
-        self._axis.refuse(_ADD, as_told("ShardedAdamW: the parameters cannot be taken", error, at(rank)), metadata=0)
+        self._axis.refuse(_ADD, as_fault("ShardedAdamW: the parameters cannot be taken", error, at(rank)), metadata=0)
 
     def _place(self, parameters: list[Tensor]) -> None:
         """Cut parameters into buckets and slices, and make the state of what this rank owns."""

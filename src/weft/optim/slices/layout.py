@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.coalesced import exchange_coalesced
+from weft.comm.call import exchange_coalesced
 
 Range = tuple[int, int]  # of a flattened tensor: start, stop
 

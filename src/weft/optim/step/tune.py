@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.comm import Axis
-from weft.comm.text import share_text
+from weft.comm.metadata import gather_text
 from weft.optim.step.orders import Orders
 from weft.optim.step.replay import Profile, World, replay
 from weft.parallel.dtensor import has_process_group
@@ -80,7 +80,7 @@ def tune(step: OverlappedStep, machine: Any, tries: int, measure: int) -> Tuning
         fixed = {unit.name for unit in step.units if not unit.part.sends_in_step}
         found = _write(search(world, profiles, step.orders, fixed, tries))
     for axis in axes:
-        found = next((text for text in share_text(axis, "OverlappedStep.tune", found) if text), "")
+        found = next((text for text in gather_text(axis, "OverlappedStep.tune", found) if text), "")
     tried = _read(found)
     if axes and all(has_process_group(axis) for axis in axes):
         tried = _measure(step, axes, tried, measure)
@@ -108,7 +108,7 @@ def gather_profiles(axes: Sequence[Axis], mine: Profile) -> dict[int, Profile]:
     known = {str(_own_number(axes)): mine.to_text()}
     for axis in axes:
         heard: dict[str, str] = {}
-        for text in share_text(axis, "OverlappedStep.tune", json.dumps(known)):
+        for text in gather_text(axis, "OverlappedStep.tune", json.dumps(known)):
             heard.update(json.loads(text))
         known = heard
     return {int(number): Profile.from_text(text) for number, text in known.items()}
