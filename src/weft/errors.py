@@ -80,6 +80,11 @@ class CallRecord:
     def __str__(self) -> str:
         return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.signature)})"
 
+    @property
+    def place(self) -> str:
+        """Where in a program it stands, for messages."""
+        return f"call {self.number}, {self.operation}"
+
     def agrees_with(self, other: CallRecord) -> bool:
         return (self.operation, self.signature, self.fault) == (other.operation, other.signature, other.fault)
 

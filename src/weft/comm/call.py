@@ -95,9 +95,8 @@ class Call:
             target.copy_(source.view(target.shape))
         if not ledger.is_recording():
             return self.wire.exchange(self.record, outgoing, expected.pending)
-        event = self._enter(self.record.operation, outgoing, expected.messages)
-        expected.event = event
-        return self._recorded(self.wire.exchange(self.record, outgoing, expected.pending), event)
+        expected.event = self._enter(self.record.operation, outgoing, expected.messages)
+        return self._recorded(self.wire.exchange(self.record, outgoing, expected.pending), expected.event)
 
     def exchange_on_host(self, tag: int, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
         """An exchange of integers that the host reads, under a tag of its own."""

@@ -50,7 +50,7 @@ def process_group_of(group: Any) -> dist.ProcessGroup | None:
 
 
 class _Posted(Pending[None]):
-    """Receives that have been said: on Gloo with their works, on NCCL without any until their exchange."""
+    """Receives that are expected: on Gloo with their works, on NCCL without any until their exchange."""
 
     def __init__(
         self, wire: DistWire, record: CallRecord, messages: Sequence[WireMessage], works: list[Any], kind: str
@@ -94,13 +94,7 @@ class DistWire:
         """A message that finds its receive posted needs no handshake, so it is posted at once. Not on NCCL."""
         if self._nccl is not None and self._nccl.carries(receives):
             return _Posted(self, record, receives, [], kind)
-        group, works = self.group, []
-        for peer, tag, buffer in receives:
-            try:
-                works.append(group.recv([buffer], peer, tag))
-            except RuntimeError as error:
-                raise self._detector.explain(record, peer, error) from error
-        return _Posted(self, record, receives, works, kind)
+        return _Posted(self, record, receives, self._post(self.group.recv, record, receives), kind)
 
     def exchange(
         self, record: CallRecord, sends: Sequence[WireMessage], expected: Any, kind: str = "data"
@@ -110,18 +104,22 @@ class DistWire:
             expected.join(works)
             self._detector.follow(record, lambda: all(work.is_completed() for work in works))
             return Pending(lambda: _wait_for(works))
-        group, works = self.group, []
-        for peer, tag, tensor in sends:
-            try:
-                works.append(group.send([tensor], peer, tag))
-            except RuntimeError as error:
-                raise self._detector.explain(record, peer, error) from error
+        works = self._post(self.group.send, record, sends)
 
         def finish() -> None:
             expected.wait()  # a Gloo receive must not be waited for twice, and may have been already
             self.finish(record, sends, works, kind)
 
         return Pending(finish)
+
+    def _post(self, post: Callable[..., Any], record: CallRecord, messages: Sequence[WireMessage]) -> list[Any]:
+        works = []
+        for peer, tag, tensor in messages:
+            try:
+                works.append(post([tensor], peer, tag))
+            except RuntimeError as error:
+                raise self._detector.explain(record, peer, error) from error
+        return works
 
     def exchange_on_host(
         self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]

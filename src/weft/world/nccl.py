@@ -59,14 +59,18 @@ class _Group:
     waited: bool = False
     waiters: list[Task] = field(default_factory=list)
 
+    @property
+    def messages(self) -> list[_Message]:
+        return [*self.sends, *self.receives]
+
     def __str__(self) -> str:
         parts = [f"to {name_ranks(m.peer for m in self.sends)}"] if self.sends else []
         parts += [f"from {name_ranks(m.peer for m in self.receives)}"] if self.receives else []
-        return f"a group {' and '.join(parts)} in call {self.record.number}, {self.record.operation}"
+        return f"a group {' and '.join(parts)} in {self.record.place}"
 
 
-class _Expected(Pending[None]):
-    """Receives that have been said: they are posted with their exchange."""
+class NcclExpected(Pending[None]):
+    """Receives that are expected: they are posted with their exchange."""
 
     def __init__(self, nccl: NcclQueues, record: CallRecord, messages: Sequence[WireMessage]) -> None:
         super().__init__(self._finish)
@@ -78,8 +82,7 @@ class _Expected(Pending[None]):
             self._nccl.wait(self.group)
         elif self.messages:
             raise NcclRuleError(
-                f"NCCL rule 1: call {self._record.number}, {self._record.operation}: a receive was waited for before "
-                f"the exchange that posts it"
+                f"NCCL rule 1: {self._record.place}: a receive was waited for before the exchange that posts it"
             )
 
 
@@ -99,9 +102,6 @@ class NcclQueues:
         self._groups: list[_Group] = []
         self.received_integers: dict[int, torch.UntypedStorage] = {}
 
-    def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> _Expected:
-        return _Expected(self, record, receives)
-
     def issue(self, rank: int, record: CallRecord, sends: Sequence[WireMessage], expected: Any) -> Pending[None]:
         receives = expected.messages
         group = _Group(rank, record, self._scheduler.current.clock)
@@ -115,8 +115,8 @@ class NcclQueues:
             if len(set(peers)) < len(peers):
                 twice = name_ranks({peer for peer in peers if peers.count(peer) > 1})
                 raise NcclRuleError(
-                    f"NCCL rule 3: call {record.number}, {record.operation}: rank {rank} has more than one message in "
-                    f"one direction for {twice} in a group"
+                    f"NCCL rule 3: {record.place}: rank {rank} has more than one message in one direction "
+                    f"for {twice} in a group"
                 )
             mine += [_Message(peer, tag, tensor, group) for peer, tag, tensor in messages]
         for message in group.sends:
@@ -178,18 +178,16 @@ class NcclQueues:
                     self._object(
                         {group.rank: group.record, peer: record},
                         f"NCCL rule 3: group {len(mine)} between ranks {group.rank} and {peer} does not mirror: rank "
-                        f"{group.rank} ({_words(peer in to, peer in at)}) in call {group.record.number}, "
-                        f"{group.record.operation}; rank {peer} ({_words(sends, receives)}) in call {record.number}, "
-                        f"{record.operation}",
+                        f"{group.rank} ({_words(peer in to, peer in at)}) in {group.record.place}; rank {peer} "
+                        f"({_words(sends, receives)}) in {record.place}",
                     )
 
     def _match(self, group: _Group) -> None:
         """Rule 2: the n-th message of a pair and direction meets the n-th receive."""
-        pairs = [(group.rank, message.peer) for message in group.sends]
-        pairs += [(message.peer, group.rank) for message in group.receives]
-        for index, (pair, message) in enumerate(zip(pairs, (*group.sends, *group.receives), strict=True)):
-            sent, asked = self._unmet[pair]
-            (sent if index < len(group.sends) else asked).append(message)
+        for index, message in enumerate(group.messages):
+            sends = index < len(group.sends)
+            sent, asked = self._unmet[(group.rank, message.peer) if sends else (message.peer, group.rank)]
+            (sent if sends else asked).append(message)
             if sent and asked:
                 one, other = sent.popleft(), asked.popleft()
                 one.other, other.other = other, one
@@ -200,15 +198,14 @@ class NcclQueues:
         if sent.tag != asked.tag:
             self._object(
                 {a.rank: a.record, b.rank: b.record},
-                f"NCCL rule 2: rank {b.rank}, in call {b.record.number}, {b.record.operation}, would receive what "
-                f"rank {a.rank} sent in call {a.record.number}, {a.record.operation}",
+                f"NCCL rule 2: rank {b.rank}, in {b.record.place}, would receive what rank {a.rank} sent in "
+                f"{a.record.place}",
             )
         if sent.tensor.numel() != asked.tensor.numel() or sent.tensor.dtype != asked.tensor.dtype:
             self._object(
                 {},
-                f"NCCL rule 2: call {a.record.number}, {a.record.operation}: rank {a.rank} sent "
-                f"{sent.tensor.numel()} x {sent.tensor.dtype}, rank {b.rank} expects {asked.tensor.numel()} x "
-                f"{asked.tensor.dtype}",
+                f"NCCL rule 2: {a.record.place}: rank {a.rank} sent {sent.tensor.numel()} x {sent.tensor.dtype}, rank "
+                f"{b.rank} expects {asked.tensor.numel()} x {asked.tensor.dtype}",
             )
 
     def _object(self, records: dict[int, CallRecord], words: str) -> None:
@@ -227,14 +224,14 @@ class NcclQueues:
             if group.started is None:
                 group.started = max(group.issued, self._ends[group.rank])
             touched = {id(group): group}
-            for message in (*group.sends, *group.receives):
+            for message in group.messages:
                 other = message.other
                 if message.arrival is None and other is not None and other.group.started is not None:
                     self._move(*((message, other) if message in group.sends else (other, message)))
                     touched[id(other.group)] = other.group
             for one in touched.values():
-                if one.complete is None and all(m.arrival is not None for m in (*one.sends, *one.receives)):
-                    one.complete = max(m.arrival or 0.0 for m in (*one.sends, *one.receives))
+                if one.complete is None and all(message.arrival is not None for message in one.messages):
+                    one.complete = max(message.arrival or 0.0 for message in one.messages)
                     queue = self._queues[one.rank]
                     assert queue.popleft() is one
                     self._ends[one.rank] = one.complete
@@ -250,8 +247,8 @@ class NcclQueues:
             now = sent.tensor.detach()
             if not torch.equal(_bits(now), _bits(sent.snapshot)):
                 raise NcclRuleError(
-                    f"NCCL rule 6: call {a.record.number}, {a.record.operation}: rank {a.rank} changed what it sends "
-                    f"to rank {b.rank} before it had been sent"
+                    f"NCCL rule 6: {a.record.place}: rank {a.rank} changed what it sends to rank {b.rank} before it "
+                    f"had been sent"
                 )
             asked.arrived = now.clone()
         assert a.started is not None and b.started is not None
@@ -277,19 +274,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        return
-    with torch.no_grad():
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-        elif tensor.dtype != torch.bool:
-            tensor.fill_(torch.iinfo(tensor.dtype).max)
+    if not tensor.is_meta and tensor.dtype != torch.bool:
+        with torch.no_grad():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
-_READS = {
-    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__bool__, torch.Tensor.__index__,
-    torch.Tensor.numpy,
-}  # fmt: skip
+_READS = {getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__int__", "__bool__", "__index__")}
 
 
 class HostReads(TorchFunctionMode):

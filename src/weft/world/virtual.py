@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from weft.comm.ledger import Event, Ledger
 from weft.comm.wire import Pending, WireMessage, without_gradients
 from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, diagnose, error_of, name_ranks
 from weft.world.machine import Machine, counting
-from weft.world.nccl import HostReads, NcclQueues
+from weft.world.nccl import HostReads, NcclExpected, NcclQueues
 from weft.world.network import Links, TaggedMessages
 from weft.world.scheduler import Scheduler, Task
 
@@ -68,6 +69,15 @@ class VirtualWorld:
         return _WorldState(self).run(fn)
 
 
+@dataclass
+class _Comparison:
+    """A call that its ranks compare before it begins: who has made it, who waits for the others, what is wrong."""
+
+    records: dict[int, CallRecord] = field(default_factory=dict)
+    waiting: list[Task] = field(default_factory=list)
+    diagnosis: Fault | None = None
+
+
 class _WorldState:
     """The shared side of one run: the network, the scheduler and what ranks leave for each other."""
 
@@ -84,9 +94,7 @@ class _WorldState:
         self.known: dict[Any, Any] = {}
         self.calls: list[dict[str, CallRecord]] = [{} for _ in range(world.size)]
         self.refusals: list[CallRecord | None] = [None] * world.size
-        self.comparing: dict[tuple[str, int], dict[int, CallRecord]] = defaultdict(dict)
-        self.diagnoses: dict[tuple[str, int], Fault | None] = {}
-        self.readers: dict[tuple[str, int], list[Task]] = defaultdict(list)
+        self.comparing: dict[tuple[str, int], _Comparison] = defaultdict(_Comparison)
 
     def run(self, fn: Callable[[Axis], T]) -> WorldRun[T]:
         results: list[Any] = [None] * self.size
@@ -166,15 +174,13 @@ class VirtualWire:
         self._world.refusals[self.rank] = record
 
     def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
-        nccl = self._world.nccl
-        if nccl is not None:
-            return nccl.expect(record, receives)
+        if self._world.nccl is not None:
+            return NcclExpected(self._world.nccl, record, receives)
         return self._world.messages.expect(self.rank, record, receives)
 
     def exchange(self, record: CallRecord, sends: Sequence[WireMessage], expected: Pending[None]) -> Pending[None]:
-        nccl = self._world.nccl
-        if nccl is not None:
-            return nccl.issue(self.rank, record, sends, expected)
+        if self._world.nccl is not None:
+            return self._world.nccl.issue(self.rank, record, sends, expected)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # a network's copies cost no rank time
             return self._both(expected, self._world.messages.send(self.rank, record, sends))
 
@@ -198,24 +204,21 @@ class VirtualWire:
         scheduler = self._world.scheduler
         if self._world.nccl is not None:
             return self._start_inline(schedule)
-        outcome: list[T] = []
-        failure: list[BaseException] = []
+        future: Future[T] = Future()
         axis, context = Axis.of(None), without_gradients()
 
         def body() -> None:
             with context, self._world.inside(axis):
                 try:
-                    outcome.append(schedule())
+                    future.set_result(schedule())
                 except Exception as error:  # raised in the caller, who waits for it
-                    failure.append(error)
+                    future.set_exception(error)
 
         task = scheduler.spawn(self.rank, scheduler.current.clock, body)
 
         def finish() -> T:
             scheduler.join(task)
-            if failure:
-                raise failure[0]
-            return outcome[0]
+            return future.result()
 
         return Pending(finish)
 
@@ -236,20 +239,19 @@ class VirtualWire:
 
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
         """Wait until every member has made this call, then compare: costs no virtual time and no message."""
-        world, scheduler = self._world, self._world.scheduler
-        where = (record.counter, record.number)
-        posted = world.comparing[where]
-        posted[self.rank] = record
-        if len(posted) < len(members):
-            world.readers[where].append(scheduler.current)
+        world, scheduler, where = self._world, self._world.scheduler, (record.counter, record.number)
+        comparison = world.comparing[where]
+        records = comparison.records
+        records[self.rank] = record
+        if len(records) < len(members):
+            comparison.waiting.append(scheduler.current)
             scheduler.block(
-                lambda: f"for {name_ranks(set(members) - set(posted))} to make call {record.number}, {record}"
+                lambda: f"for {name_ranks(set(members) - set(records))} to make call {record.number}, {record}"
             )
         else:
-            records = {index: posted[member] for index, member in enumerate(members)}
-            world.diagnoses[where] = diagnose(records, len(members))
+            comparison.diagnosis = diagnose({at: records[one] for at, one in enumerate(members)}, len(members))
             del world.comparing[where]
-            for reader in world.readers.pop(where, []):
-                scheduler.wake(reader)
-        if (diagnosis := world.diagnoses[where]) is not None:
-            raise error_of(diagnosis if record.fault is None else record.fault)
+            for task in comparison.waiting:
+                scheduler.wake(task)
+        if comparison.diagnosis is not None:
+            raise error_of(comparison.diagnosis if record.fault is None else record.fault)
