@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +13,7 @@ from worlds import virtual_world
 
 import weft
 from weft.comm.call import exchange_coalesced
-from weft.comm.metadata import FAN_OUT
+from weft.comm.metadata import FAN_OUT, gather_bytes, gather_text
 from weft.errors import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -149,3 +150,19 @@ def test_one_element_travels_whatever_its_stride() -> None:
         return torch.cat([buffer.flatten() for buffer in buffers]).tolist()
 
     assert virtual_world(2).run(program).results == [[5.0, 1.0, 1.0, 5.0]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 3, FAN_OUT + 4])
+def test_text_of_any_length_reaches_everybody_in_few_messages(size: int) -> None:
+    """Also bytes. On many ranks a rank sends log2(P) messages in each of the two rounds, and not P - 1."""
+    texts = ["" if rank % 3 == 0 else "ä" * rank for rank in range(size)]
+
+    def program(axis: weft.Axis) -> tuple[list[str], list[bytes], int]:
+        with weft.record() as ledger:
+            gathered = gather_text(axis, "greet", texts[axis.rank])
+        return gathered, gather_bytes(axis, "count", bytes([axis.rank])), sum(len(e.sends) for e in ledger.events)
+
+    rounds = size - 1 if size <= FAN_OUT else math.ceil(math.log2(size))
+    for gathered, data, messages in virtual_world(size).run(program).results:
+        assert gathered == texts and data == [bytes([rank]) for rank in range(size)]
+        assert messages <= 2 * rounds

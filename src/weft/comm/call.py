@@ -10,7 +10,6 @@ from torch import Tensor
 
 from weft.comm import ledger
 from weft.comm.counter import CallCounter
-from weft.comm.schedule import Path
 from weft.comm.wire import Pending, Wire, WireMessage, coalesce, empty_coalesced, split_coalesced
 from weft.errors import CallRecord
 
@@ -63,13 +62,6 @@ class Call:
     def reversed(self) -> Call:
         """The same call with the ranks in the opposite order."""
         return Call(self.wire, self.members[::-1], self.size - 1 - self.rank, self.counter, self.record)
-
-    def path(self, ranks: Sequence[int] | None = None, place: int | None = None, name: int = 0) -> Path:
-        """The path of a schedule through ``ranks`` (all, in order, if left out) that passes this one at ``place``."""
-        if ranks is None:
-            return Path(tuple(range(self.size)), self.rank, name)
-        assert place is not None and ranks[place] == self.rank
-        return Path(tuple(ranks), place, name)
 
     def expect(self, receives: Sequence[Message]) -> Expected:
         """Say early what will be received: (rank, contiguous tensor to fill). Hand it to `exchange` in its round.

@@ -75,9 +75,9 @@ class DistWire:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
         self.numbers = dist.get_process_group_ranks(group)
-        self._timeout = group_timeout(group)
+        self._timeout = _timeout_of(group)
         self._nccl = NcclSide.of(group)
-        self.host = torch.device("cpu") if has_backend(group, "cpu") or self._nccl is None else self._nccl.device
+        self.host = self._nccl.device if self._nccl and _backend_of(group, "cpu") is None else torch.device("cpu")
         generation = _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
         store = dist.PrefixStore(f"weft/{group.group_name}/{generation}", dist.distributed_c10d._get_default_store())
         self._detector = HangDetector(self.rank, self.size, store, self._timeout, self._close)
@@ -180,16 +180,15 @@ def _wait_for(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def has_backend(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether tensors of this kind of device can travel in the group."""
+def _backend_of(group: dist.ProcessGroup, device: str) -> Any:
+    """What carries tensors of this kind of device in the group, or None if nothing does."""
     try:
-        group._get_backend(torch.device(device))
+        return group._get_backend(torch.device(device))
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the group's operations may take: torch has no public name for it."""
     for device in ("cpu", "cuda"):
         try:
@@ -215,10 +214,8 @@ class NcclSide:
     @staticmethod
     def of(group: dist.ProcessGroup) -> NcclSide | None:
         """The side, if CUDA tensors of this group travel over NCCL: the group's name does not always say so."""
-        if not has_backend(group, "cuda"):
-            return None
-        backend = group._get_backend(torch.device("cuda"))
-        return NcclSide(backend) if backend.name() == "nccl" else None
+        backend = _backend_of(group, "cuda")
+        return NcclSide(backend) if backend is not None and backend.name() == "nccl" else None
 
     @staticmethod
     def carries(messages: Sequence[WireMessage]) -> bool:

@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from weft.comm.call import Call, Expected
 from weft.comm.wire import Pending, coalesce, empty_coalesced, split_coalesced
-
-if TYPE_CHECKING:
-    from weft.comm.call import Call, Expected
 
 T = TypeVar("T")
 
@@ -38,6 +36,11 @@ class Path:
     ranks: tuple[int, ...]
     rank: int
     name: int = 0
+
+    @staticmethod
+    def along(call: Call) -> Path:
+        """All ranks of a call, in order."""
+        return Path(tuple(range(call.size)), call.rank)
 
     @property
     def size(self) -> int:

@@ -70,12 +70,6 @@ def make_mesh(shape: tuple[int, int, int]) -> ParallelMesh:
     return ParallelMesh(data, context, tensor, tokens, world, mesh)
 
 
-def tensor_mesh(mesh: ParallelMesh) -> DeviceMesh:
-    """The 1-D mesh of the ranks that share this one's tokens."""
-    assert mesh.device_mesh is not None
-    return mesh.device_mesh["tp"]
-
-
 def token_mesh(mesh: ParallelMesh) -> DeviceMesh:
     """The 1-D mesh of the ranks that have other tokens than this one."""
     assert mesh.device_mesh is not None
@@ -93,9 +87,11 @@ def cut_over_tensor_ranks(
     """
     if mesh.tensor.size == 1:
         return
+    assert mesh.device_mesh is not None
+    tensor_mesh = mesh.device_mesh["tp"]
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     plan.update({name: RowwiseParallel() for name in rows})
     layouts = (Replicate(), *[None] * (inputs - 1))
     prepare = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
-    parallelize_module(module, tensor_mesh(mesh), plan)
-    parallelize_module(module, tensor_mesh(mesh), prepare)
+    parallelize_module(module, tensor_mesh, plan)
+    parallelize_module(module, tensor_mesh, prepare)
