@@ -166,6 +166,6 @@ class LocalRank:
         return int(when), text
 
     @property
-    def said(self) -> Path:
+    def stderr_file(self) -> Path:
         """The file that takes its standard error."""
         return self.folder / f"stderr-{self.rank}"

@@ -43,7 +43,7 @@ class WorldRun(Generic[T]):
 class VirtualWorld:
     """``size`` ranks as threads of this process, one at a time, in the order of their virtual clocks.
 
-    ``rules`` says how messages behave. "ideal": each on its own. "gloo": one also waits for the word that its receive
+    ``rules`` says how messages behave. "ideal": each on its own. "gloo": one also waits for the notice that its receive
     is posted (see `weft.world.network`). "nccl": with NCCL's rules, and what breaks one is an error (see
     `weft.world.nccl`); every program is then run twice, with the host blocked at each issue and with the host free.
 
