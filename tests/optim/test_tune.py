@@ -90,7 +90,7 @@ def test_orders_of_one_long_and_one_short_unit() -> None:
         0: Profile({"long": long, "short": short}),
         1: Profile(dict(zip(("long", "short"), other, strict=True))),
     }
-    world = weft.world.Machine(latency=0.0, bandwidth=1000.0).world(2)
+    world = weft.world.VirtualWorld(2, weft.world.Machine(latency=0.0, bandwidth=1000.0))
     assert replay(world, profiles, Orders(("long", "short"), ("long", "short"))) == pytest.approx(8.0, rel=0.01)
     assert replay(world, profiles, Orders(("short", "long"), ("short", "long"))) == pytest.approx(5.0, rel=0.01)
     assert replay(world, profiles, Orders(("short", "long"), ("short", "long")), naive=True) == pytest.approx(

@@ -9,14 +9,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
-
-if TYPE_CHECKING:
-    from weft.world.virtual import VirtualWorld
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,6 @@ class Machine:
     def operator_seconds(self, flops: float, size: int) -> float:
         """How long a local operator of ``flops`` that touches ``size`` bytes takes."""
         return max(flops / self.flops, size / self.memory_bandwidth)
-
-    def world(self, size: int) -> VirtualWorld:
-        """A virtual world of ``size`` ranks of this machine, on an ideal network."""
-        from weft.world.virtual import VirtualWorld  # it is made of machines
-
-        return VirtualWorld(size, self)
 
     @property
     def counts_operators(self) -> bool:

@@ -67,7 +67,7 @@ def orders_of(axis: Axis, bucket_bytes: int | None, tries: int) -> list[dict[str
     dry = axis.wire.clock() - before
     if axis.rank:
         return []
-    world, default = MACHINE.world(RANKS), Orders.default(step.units)
+    world, default = VirtualWorld(RANKS, MACHINE), Orders.default(step.units)
     others = [name for name in default.work if not name.startswith("RowAdam")]
     third = read_order("work_order", [*others[:2], "RowAdam"], step.units, default.work)
     seconds = {
