@@ -44,7 +44,7 @@ def fault_of(error: Exception) -> Fault:
     return kind, str(error)
 
 
-def as_told(what: str, error: Exception, where: str) -> Exception:
+def as_fault(what: str, error: Exception, where: str) -> Exception:
     """An error that came out of somebody else's code, as one that all ranks can raise: of the same kind if possible."""
     kind = type(error) if type(error) in (ValueError, NotImplementedError) else TypeError
     try:
@@ -80,6 +80,11 @@ class CallRecord:
     def __str__(self) -> str:
         return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.signature)})"
 
+    @property
+    def place(self) -> str:
+        """Where in a program it stands, for messages."""
+        return f"call {self.number}, {self.operation}"
+
     def agrees_with(self, other: CallRecord) -> bool:
         return (self.operation, self.signature, self.fault) == (other.operation, other.signature, other.fault)
 
@@ -94,7 +99,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def diagnose(records: Mapping[int, CallRecord], size: int) -> Fault | None:
     """What is wrong with the same call on several ranks: the first rank's fault, else a disagreement, else None.
 
-    ``records`` maps a rank to its call; a rank that has not been heard of is absent.
+    ``records`` maps a rank to its call; one that has not published any is absent.
     """
     for rank in sorted(records):
         if (fault := records[rank].fault) is not None:

@@ -1,7 +1,8 @@
-"""What a call offers, on virtual ranks: gathering, trading, summing in rank order, and the round of integers."""
+"""What a call offers, on virtual ranks: gathering, all to all, summing in rank order, and the round of integers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from worlds import virtual_world
 
 import weft
-from weft.comm.coalesced import exchange_coalesced
-from weft.comm.metadata import FAN_OUT
+from weft.comm.call import exchange_coalesced
+from weft.comm.metadata import FAN_OUT, gather_bytes, gather_text
 from weft.errors import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -28,21 +29,21 @@ class Options:
 def test_everybody_gets_everybodys_rows(rows: list[int]) -> None:
     def program(axis: weft.Axis) -> list[list[float]]:
         call = axis.begin("gather", Options((2,)), metadata=(rows[axis.rank],))
-        told = [count for (count,) in call.metadata.wait()]
-        assert told == rows
+        gathered = [count for (count,) in call.metadata.wait()]
+        assert gathered == rows
         mine = torch.full((rows[axis.rank], 2), float(axis.rank))
-        return [part.flatten().tolist() for part in call.all_gather(mine, told).wait()]
+        return [part.flatten().tolist() for part in call.all_gather(mine, gathered).wait()]
 
     wanted = [[float(rank)] * 2 * count for rank, count in enumerate(rows)]
     assert virtual_world(len(rows)).run(program).results == [wanted] * len(rows)
 
 
 @given(st.integers(1, 5), st.data())
-def test_uneven_trades(size: int, data: st.DataObject) -> None:
+def test_uneven_all_to_all(size: int, data: st.DataObject) -> None:
     counts = [[data.draw(st.integers(0, 3)) for _ in range(size)] for _ in range(size)]  # from row to column
 
     def program(axis: weft.Axis) -> list[list[int]]:
-        call = axis.begin("trade")
+        call = axis.begin("all_to_all")
         outgoing = [torch.full((counts[axis.rank][to],), 10 * axis.rank + to) for to in range(size)]
         coming = call.all_to_all(outgoing, [counts[source][axis.rank] for source in range(size)])
         return [part.float().tolist() for part in coming.wait()]
@@ -66,9 +67,9 @@ def test_sums_are_in_rank_order_and_wide() -> None:
 
 def test_what_a_rank_sends_to_itself_is_copied() -> None:
     def program(axis: weft.Axis) -> float:
-        call, box = axis.begin("self"), torch.zeros(1)
-        call.exchange([(axis.rank, torch.ones(1) + axis.rank)], [(axis.rank, box)]).wait()
-        return box.item()
+        call, buffer = axis.begin("self"), torch.zeros(1)
+        call.exchange([(axis.rank, torch.ones(1) + axis.rank)], [(axis.rank, buffer)]).wait()
+        return buffer.item()
 
     assert virtual_world(2).run(program).results == [1.0, 2.0]
 
@@ -79,11 +80,11 @@ def test_integers_reach_everybody(size: int) -> None:
 
     def program(axis: weft.Axis) -> tuple[list[tuple[int, ...]], int]:
         with weft.record() as ledger:
-            told = axis.begin("tell", metadata=(axis.rank, axis.rank**2)).metadata.wait()
-        return told, ledger.bytes_received
+            gathered = axis.begin("gather", metadata=(axis.rank, axis.rank**2)).metadata.wait()
+        return gathered, ledger.bytes_received
 
-    for told, received in virtual_world(size).run(program).results:
-        assert told == [(rank, rank**2) for rank in range(size)]
+    for gathered, received in virtual_world(size).run(program).results:
+        assert gathered == [(rank, rank**2) for rank in range(size)]
         assert received == 32 * (size - 1)
 
 
@@ -106,17 +107,17 @@ def test_options_that_differ_are_told_in_the_round(size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, NotImplementedError])
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_fault_of_two_ranks(kind: type[Exception], tells: bool) -> None:
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_fault_of_two_ranks(kind: type[Exception], gathers: bool) -> None:
     """Those that found one raise their own, the others the first one's; type and text are the same at any call."""
 
     def program(axis: weft.Axis) -> list[tuple[str, str]]:
         raised = []
-        for _ in range(2 if tells else 1):
+        for _ in range(2 if gathers else 1):
             fault = kind(f"not this (rank {axis.rank})") if axis.rank in (1, 3) else None
             try:
                 axis.begin(
-                    "work", None if fault else Options((4,)), metadata=(1,) if tells else None, fault=fault
+                    "work", None if fault else Options((4,)), metadata=(1,) if gathers else None, fault=fault
                 ).metadata.wait()
             except (ValueError, TypeError, NotImplementedError) as error:
                 raised.append((type(error).__name__, str(error)))
@@ -124,28 +125,44 @@ def test_a_fault_of_two_ranks(kind: type[Exception], tells: bool) -> None:
 
     results = virtual_world(4).run(program).results
     for rank, first in enumerate([1, 1, 1, 3]):
-        assert results[rank] == [(kind.__name__, f"not this (rank {first})")] * (2 if tells else 1)
+        assert results[rank] == [(kind.__name__, f"not this (rank {first})")] * (2 if gathers else 1)
 
 
 @pytest.mark.parametrize("size", [1, 3, FAN_OUT + 4])
 def test_what_each_rank_alone_is_told(size: int) -> None:
     def program(axis: weft.Axis) -> list[tuple[int, ...]]:
         each = [(100 * axis.rank + other, -other) for other in range(size)]
-        return axis.begin("tell", Options((1,)), metadata=(axis.rank,), metadata_each=each).metadata.wait()
+        return axis.begin("gather", Options((1,)), metadata=(axis.rank,), metadata_each=each).metadata.wait()
 
-    for rank, told in enumerate(virtual_world(size).run(program).results):
-        assert told == [(other, 100 * other + rank, -rank) for other in range(size)]
+    for rank, gathered in enumerate(virtual_world(size).run(program).results):
+        assert gathered == [(other, 100 * other + rank, -rank) for other in range(size)]
 
 
 def test_one_element_travels_whatever_its_stride() -> None:
-    """Such a tensor is contiguous for torch; alone and in a parcel with others."""
+    """Such a tensor is contiguous for torch; alone and coalesced with others."""
 
     def program(axis: weft.Axis) -> list[float]:
         odd = torch.full((1, 4), 5.0)[:, :1].mT  # strides 1 and 4
-        boxes = [torch.zeros(1, 1), torch.zeros(2), torch.zeros(1)]
+        buffers = [torch.zeros(1, 1), torch.zeros(2), torch.zeros(1)]
         other = 1 - axis.rank
-        exchange_coalesced(axis.begin("parcel"), [(other, [odd, torch.ones(2)])], [(other, boxes[:2])]).wait()
-        exchange_coalesced(axis.begin("parcel"), [(other, [odd])], [(other, boxes[2:])]).wait()
-        return torch.cat([box.flatten() for box in boxes]).tolist()
+        exchange_coalesced(axis.begin("coalesced"), [(other, [odd, torch.ones(2)])], [(other, buffers[:2])]).wait()
+        exchange_coalesced(axis.begin("coalesced"), [(other, [odd])], [(other, buffers[2:])]).wait()
+        return torch.cat([buffer.flatten() for buffer in buffers]).tolist()
 
     assert virtual_world(2).run(program).results == [[5.0, 1.0, 1.0, 5.0]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 3, FAN_OUT + 4])
+def test_text_of_any_length_reaches_everybody_in_few_messages(size: int) -> None:
+    """Also bytes. On many ranks a rank sends log2(P) messages in each of the two rounds, and not P - 1."""
+    texts = ["" if rank % 3 == 0 else "ä" * rank for rank in range(size)]
+
+    def program(axis: weft.Axis) -> tuple[list[str], list[bytes], int]:
+        with weft.record() as ledger:
+            gathered = gather_text(axis, "greet", texts[axis.rank])
+        return gathered, gather_bytes(axis, "count", bytes([axis.rank])), sum(len(e.sends) for e in ledger.events)
+
+    rounds = size - 1 if size <= FAN_OUT else math.ceil(math.log2(size))
+    for gathered, data, messages in virtual_world(size).run(program).results:
+        assert gathered == texts and data == [bytes([rank]) for rank in range(size)]
+        assert messages <= 2 * rounds

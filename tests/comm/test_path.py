@@ -33,7 +33,7 @@ def test_many_paths_at_once(method: str, reverse: bool) -> None:
     def program(axis: weft.Axis) -> dict[tuple[int, int], torch.Tensor]:
         call = axis.begin("paths")
         mine = [(n, p) for n, ranks in enumerate(PATHS) for p, rank in enumerate(ranks) if rank == axis.rank]
-        paths = [call.path(PATHS[name], place, name) for name, place in mine]
+        paths = [Path(PATHS[name], place, name) for name, place in mine]
         paths = [path.reversed() for path in paths] if reverse else paths
         form = Form("none", torch.Size((2, 3)), torch.float64, torch.device("cpu"))
         scan = ScheduleExecutor(call, [(path, schedule(method, path, form)) for path in paths])

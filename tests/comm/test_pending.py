@@ -1,4 +1,4 @@
-"""Something under way that fails: whoever asks again hears the same."""
+"""Something under way that fails: whoever asks again gets the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from worlds import virtual_world
 
 import weft
 from weft.comm import Pending
-from weft.comm.lane import ThreadLanes
-from weft.comm.wire import SoloWire
+from weft.comm.wire import SoloWire, ThreadLanes
 from weft.errors import CommError
 from weft.world.launch import ProcessWorld
 
@@ -26,13 +25,13 @@ def fail(*_: object) -> None:
 
 def raised_twice(pending: Pending[None]) -> bool:
     """Whether both waits raise, and the same error."""
-    heard = []
+    raised = []
     for _ in range(2):
         try:
             pending.wait()
         except (Broken, CommError) as error:
-            heard.append(error)
-    return len(heard) == 2 and heard[0] is heard[1]
+            raised.append(error)
+    return len(raised) == 2 and raised[0] is raised[1]
 
 
 def test_a_failed_wait_raises_the_same_again() -> None:
@@ -64,18 +63,18 @@ def test_so_do_lanes_of_virtual_ranks() -> None:
 @pytest.mark.usefixtures("network")
 def test_so_does_what_the_ranks_told() -> None:
     def program(axis: weft.Axis) -> list[str]:
-        axis.begin("telling", metadata=(0,)).metadata.wait()
-        told = None
+        axis.begin("gathering", metadata=(0,)).metadata.wait()
+        gathered = None
         words = []
         try:
-            told = axis.begin(
-                "telling", metadata=(0,), fault=ValueError("rank 1 cannot") if axis.rank == 1 else None
+            gathered = axis.begin(
+                "gathering", metadata=(0,), fault=ValueError("rank 1 cannot") if axis.rank == 1 else None
             ).metadata
         except ValueError as error:
             words += [str(error)] * 2
-        for _ in range(2 if told is not None else 0):
+        for _ in range(2 if gathered is not None else 0):
             try:
-                told.wait()
+                gathered.wait()
             except ValueError as error:
                 words.append(str(error))
         return words
@@ -96,5 +95,5 @@ def wait_for_the_silent(axis: weft.Axis) -> list[bool]:
 @pytest.mark.processes
 def test_so_do_messages_on_gloo() -> None:
     with ProcessWorld(2, timeout=timedelta(seconds=2)) as world:
-        heard = world.run(wait_for_the_silent)
-    assert heard == [[True, True], []]
+        raised = world.run(wait_for_the_silent)
+    assert raised == [[True, True], []]

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from weft.errors import DisagreementError, NcclRuleError
-from weft.world.virtual import _Switchboard
+from weft.world.virtual import _WorldState
 
 
 def broken(program: Callable[[weft.Axis], object], size: int = 2) -> str:
@@ -24,9 +24,9 @@ def test_rule_1_groups_in_a_line_deadlock_in_opposite_orders() -> None:
     """Two exchanges between three ranks, waited for at the end, in orders that no line can serve."""
 
     def program(axis: weft.Axis) -> None:
-        call, box = axis.begin("crossed"), torch.zeros(1)
+        call, buffer = axis.begin("crossed"), torch.zeros(1)
         first, second = (axis.rank + 1) % 3, (axis.rank - 1) % 3
-        pending = [call.exchange(receives=[(second, box)]), call.exchange(sends=[(first, torch.ones(1))])]
+        pending = [call.exchange(receives=[(second, buffer)]), call.exchange(sends=[(first, torch.ones(1))])]
         for one in pending:
             one.wait()
 
@@ -42,11 +42,11 @@ def test_rule_1_two_lanes_that_wait_for_each_other() -> None:
 
         def hand_over(to: int, come_from: int) -> Callable[[weft.comm.Call], None]:
             def lane(call: weft.comm.Call) -> None:
-                box = torch.zeros(1)
+                buffer = torch.zeros(1)
                 if axis.rank == come_from:
                     call.send(torch.ones(1), to).wait()
                 else:
-                    call.receive(box, come_from).wait()
+                    call.receive(buffer, come_from).wait()
 
             return lane
 
@@ -61,11 +61,11 @@ def test_rule_1_two_lanes_that_wait_for_each_other() -> None:
 
 def test_rule_2_messages_match_in_order_whatever_their_tags() -> None:
     def program(axis: weft.Axis) -> None:
-        calls, boxes = [axis.begin("one"), axis.begin("two")], [torch.zeros(1), torch.zeros(1)]
+        calls, buffers = [axis.begin("one"), axis.begin("two")], [torch.zeros(1), torch.zeros(1)]
         if axis.rank == 0:
             pending = [call.send(torch.ones(1), 1) for call in calls]
         else:
-            pending = [call.receive(box, 0) for call, box in zip(calls[::-1], boxes, strict=True)]
+            pending = [call.receive(buffer, 0) for call, buffer in zip(calls[::-1], buffers, strict=True)]
         for one in pending:
             one.wait()
 
@@ -87,11 +87,11 @@ def test_rule_2_sizes_and_dtypes_must_agree() -> None:
 
 def test_rule_3_both_ends_group_alike() -> None:
     def program(axis: weft.Axis) -> None:
-        call, box, other = axis.begin("shapes"), torch.zeros(1), 1 - axis.rank
+        call, buffer, other = axis.begin("shapes"), torch.zeros(1), 1 - axis.rank
         if axis.rank == 0:
-            call.exchange([(other, torch.ones(1))], [(other, box)]).wait()
+            call.exchange([(other, torch.ones(1))], [(other, buffer)]).wait()
         else:
-            sent, got = call.send(torch.ones(1), other), call.receive(box, other)
+            sent, got = call.send(torch.ones(1), other), call.receive(buffer, other)
             sent.wait()
             got.wait()
 
@@ -121,7 +121,7 @@ def test_rule_4_without_a_connection_the_first_exchange_needs_everybody() -> Non
     world = weft.world.VirtualWorld(3, rules="nccl")
     world.run(program)  # connected before, as `Axis.of` does
     with pytest.raises(NcclRuleError, match=r"rank 0 waits for all ranks to join .* call 1, some \(NCCL rule 4\)"):
-        _Switchboard(world, connected=False).run(program)
+        _WorldState(world, connected=False).run(program)
 
 
 def test_rule_5_a_host_that_blocks_at_issue() -> None:
@@ -135,29 +135,29 @@ def test_rule_5_a_host_that_blocks_at_issue() -> None:
 
     world = weft.world.VirtualWorld(3, rules="nccl")
     with pytest.raises(NcclRuleError, match="contact"):
-        _Switchboard(world, host_blocks=True).run(program)
+        _WorldState(world, host_blocks=True).run(program)
 
 
 def test_rule_6_a_message_that_is_overwritten_before_it_has_left() -> None:
     def program(axis: weft.Axis) -> None:
-        call, box, other = axis.begin("early"), torch.zeros(4), 1 - axis.rank
+        call, buffer, other = axis.begin("early"), torch.zeros(4), 1 - axis.rank
         tensor = torch.ones(4)
-        pending = call.exchange([(other, tensor)], [(other, box)])
+        pending = call.exchange([(other, tensor)], [(other, buffer)])
         tensor += 1
         pending.wait()
 
     world = weft.world.VirtualWorld(2, rules="nccl")
     with pytest.raises(NcclRuleError, match=r"rule 6: call 1, early: rank \d changed what it sends to rank \d"):
-        _Switchboard(world).run(program)
+        _WorldState(world).run(program)
 
 
 def test_rule_6_a_received_tensor_holds_nothing_until_it_was_waited_for() -> None:
     def program(axis: weft.Axis) -> tuple[float, float]:
-        call, box, other = axis.begin("peek"), torch.zeros(1), 1 - axis.rank
-        pending = call.exchange([(other, torch.ones(1))], [(other, box)])
-        early = box.item()
+        call, buffer, other = axis.begin("peek"), torch.zeros(1), 1 - axis.rank
+        pending = call.exchange([(other, torch.ones(1))], [(other, buffer)])
+        early = buffer.item()
         pending.wait()
-        return early, box.item()
+        return early, buffer.item()
 
     for early, late in weft.world.VirtualWorld(2, rules="nccl").run(program).results:
         assert early != early and late == 1.0
@@ -165,8 +165,8 @@ def test_rule_6_a_received_tensor_holds_nothing_until_it_was_waited_for() -> Non
 
 def test_rule_7_everything_is_waited_for() -> None:
     def program(axis: weft.Axis) -> None:
-        call, box, other = axis.begin("left"), torch.zeros(1), 1 - axis.rank
-        call.exchange([(other, torch.ones(1))], [(other, box)])
+        call, buffer, other = axis.begin("left"), torch.zeros(1), 1 - axis.rank
+        call.exchange([(other, torch.ones(1))], [(other, buffer)])
 
     assert "NCCL rule 7: rank 0 never waited for a group to rank 1 and from rank 1 in call 1, left" in broken(program)
 
@@ -174,9 +174,9 @@ def test_rule_7_everything_is_waited_for() -> None:
 @pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__bool__])
 def test_rule_8_the_host_does_not_read_received_integers(read: Callable[[torch.Tensor], object]) -> None:
     def program(axis: weft.Axis) -> None:
-        call, box, other = axis.begin("counts"), torch.zeros(1, dtype=torch.int64), 1 - axis.rank
-        call.exchange([(other, torch.ones(1, dtype=torch.int64))], [(other, box)]).wait()
-        read(box)
+        call, buffer, other = axis.begin("counts"), torch.zeros(1, dtype=torch.int64), 1 - axis.rank
+        call.exchange([(other, torch.ones(1, dtype=torch.int64))], [(other, buffer)]).wait()
+        read(buffer)
 
     assert "NCCL rule 8: rank 0 reads received integers [1] on the host" in broken(program)
 

@@ -20,9 +20,9 @@ def elapsed(program, rules: str, size: int = 2, machine: weft.world.Machine = MA
 
 def test_on_gloo_a_message_waits_for_the_word_that_its_receive_is_posted() -> None:
     def together(axis: weft.Axis) -> None:
-        box = torch.zeros(10)
+        buffer = torch.zeros(10)
         other = 1 - axis.rank
-        axis.exchange([(other, torch.ones(10))], [(other, box)]).wait()
+        axis.exchange([(other, torch.ones(10))], [(other, buffer)]).wait()
 
     assert elapsed(together, "ideal") == 1 + 5
     assert elapsed(together, "gloo") == 5 + 1 + 5
@@ -31,8 +31,8 @@ def test_on_gloo_a_message_waits_for_the_word_that_its_receive_is_posted() -> No
 
 def test_a_receive_posted_early_costs_one_delay() -> None:
     def early(axis: weft.Axis) -> None:
-        call, box, other = axis.begin("early"), torch.zeros(10), 1 - axis.rank
-        coming = call.expect([(other, box)])
+        call, buffer, other = axis.begin("early"), torch.zeros(10), 1 - axis.rank
+        coming = call.expect([(other, buffer)])
         a = torch.empty(10, 10, device="meta")
         for _ in range(5):
             a = a @ a  # five seconds of work, while the word travels
@@ -47,15 +47,15 @@ def test_on_gloo_messages_share_a_link() -> None:
     """Rank 2 is ready after 5 s and has the link for itself for one; then both have half until the first is through."""
 
     def program(axis: weft.Axis) -> float:
-        call, box = axis.begin("links"), torch.zeros(10)
+        call, buffer = axis.begin("links"), torch.zeros(10)
         if axis.rank == 0:
             call.exchange([(1, torch.ones(10)), (2, torch.ones(10))]).wait()
         elif axis.rank == 1:
             a = torch.empty(10, 10, device="meta")
             a @ a  # ready a second later than rank 2
-            call.receive(box, 0).wait()
+            call.receive(buffer, 0).wait()
         else:
-            call.receive(box, 0).wait()
+            call.receive(buffer, 0).wait()
         return axis.wire.clock()
 
     run = weft.world.VirtualWorld(3, weft.world.Machine(5.0, 10.0, flops=2000.0), rules="gloo").run(program)

@@ -39,11 +39,11 @@ def test_messages_meet_in_the_order_they_were_asked_for() -> None:
             for value in (1.0, 2.0):
                 axis.send(torch.full((1,), value), 1).wait()
             return []
-        boxes = [torch.zeros(1), torch.zeros(1)]
-        pending = [axis.receive(box, 0) for box in boxes]
+        buffers = [torch.zeros(1), torch.zeros(1)]
+        pending = [axis.receive(buffer, 0) for buffer in buffers]
         for one in reversed(pending):  # waited for in the other order
             one.wait()
-        return [box.item() for box in boxes]
+        return [buffer.item() for buffer in buffers]
 
     assert weft.world.VirtualWorld(2).run(program).results[1] == [1.0, 2.0]
 

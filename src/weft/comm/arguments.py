@@ -7,17 +7,19 @@ subclass, an object whose ``__eq__`` fails) and becomes a worded fault too.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.errors import as_told
+from weft.errors import as_fault
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _SHOWN = 80  # characters of a value in a message
@@ -28,15 +30,7 @@ def read(operation: str, rank: int | None, reading: Callable[[], T | Exception])
     try:
         return reading()
     except Exception as error:
-        return as_told(f"{operation}: the arguments cannot be read", error, at(rank))
-
-
-def first_fault(operation: str, rank: int, finders: Iterable[Callable[[], Exception | None]]) -> Exception | None:
-    """The first fault that one of ``finders`` gives. A finder that raises has found one."""
-    for find in finders:
-        if (fault := read(operation, rank, find)) is not None:
-            return fault
-    return None
+        return as_fault(f"{operation}: the arguments cannot be read", error, at(rank))
 
 
 def show(value: object) -> str:
@@ -65,6 +59,21 @@ def at(rank: int | None) -> str:
     return "" if rank is None else f" (rank {rank})"
 
 
+def _finder(find: Callable[P, Exception | None]) -> Callable[P, Exception | None]:
+    """A finder of faults in one argument. If the argument itself raises, that is the fault, with its name."""
+
+    @functools.wraps(find)
+    def run(*args: P.args, **keywords: P.kwargs) -> Exception | None:
+        try:
+            return find(*args, **keywords)
+        except Exception as error:
+            operation, name, _, rank = args[:4]
+            return as_fault(f"{operation}: {name} cannot be read", error, at(rank))  # type: ignore[arg-type]
+
+    return run
+
+
+@_finder
 def find_tensor_fault(
     operation: str, name: str, value: object, rank: int | None, dtypes: Collection[torch.dtype] | None, words: str
 ) -> Exception | None:
@@ -72,20 +81,16 @@ def find_tensor_fault(
 
     ``words``: what it must be, in a message.
     """
-
-    def find() -> Exception | None:
-        if isinstance(value, DTensor):
-            return TypeError(f"{operation}: {name} is a DTensor; pass {name}.to_local(), this rank's part{at(rank)}")
-        if not isinstance(value, Tensor) or (dtypes is not None and value.dtype not in dtypes):
-            return TypeError(f"{operation}: {name} must be {words}, got {kind_of(value)}{at(rank)}")
-        if value.layout != torch.strided:
-            kind = str(value.layout).removeprefix("torch.")
-            return TypeError(f"{operation}: {name} must be {words}, got a {kind} tensor{at(rank)}")
-        if type(value) not in _PLAIN and value.numel():
-            value.detach().reshape(-1)[:1].clone()  # a subclass that cannot do this cannot do more
-        return None
-
-    return _named(operation, name, rank, find)
+    if isinstance(value, DTensor):
+        return TypeError(f"{operation}: {name} is a DTensor; pass {name}.to_local(), this rank's part{at(rank)}")
+    if not isinstance(value, Tensor) or (dtypes is not None and value.dtype not in dtypes):
+        return TypeError(f"{operation}: {name} must be {words}, got {kind_of(value)}{at(rank)}")
+    if value.layout != torch.strided:
+        kind = str(value.layout).removeprefix("torch.")
+        return TypeError(f"{operation}: {name} must be {words}, got a {kind} tensor{at(rank)}")
+    if type(value) not in _PLAIN and value.numel():
+        value.detach().reshape(-1)[:1].clone()  # a subclass that cannot do this cannot do more
+    return None
 
 
 def find_flag_fault(operation: str, name: str, value: object, rank: int | None) -> Exception | None:
@@ -95,24 +100,22 @@ def find_flag_fault(operation: str, name: str, value: object, rank: int | None) 
     return TypeError(f"{operation}: {name} must be True or False, got {show(value)}{at(rank)}")
 
 
+@_finder
 def find_integer_fault(
     operation: str, name: str, value: object, rank: int | None, least: int | None = None
 ) -> Exception | None:
     """What is wrong with an argument that must be an integer, and at least ``least``. True and False are none."""
-
-    def find() -> Exception | None:
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            return TypeError(f"{operation}: {name} must be an integer, got {_with_kind(value)}{at(rank)}")
-        if not -(2**63) <= int(value) < 2**63:
-            return ValueError(f"{operation}: {name} must fit in 64 bits, got {show(value)}{at(rank)}")
-        if least is not None and int(value) < least:
-            words = "must not be negative" if least == 0 else f"must be at least {least}"
-            return ValueError(f"{operation}: {name} {words}, got {int(value)}{at(rank)}")
-        return None
-
-    return _named(operation, name, rank, find)
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        return TypeError(f"{operation}: {name} must be an integer, got {_with_kind(value)}{at(rank)}")
+    if not -(2**63) <= int(value) < 2**63:
+        return ValueError(f"{operation}: {name} must fit in 64 bits, got {show(value)}{at(rank)}")
+    if least is not None and int(value) < least:
+        words = "must not be negative" if least == 0 else f"must be at least {least}"
+        return ValueError(f"{operation}: {name} {words}, got {int(value)}{at(rank)}")
+    return None
 
 
+@_finder
 def find_number_fault(
     operation: str, name: str, value: object, rank: int | None, allow: str = "finite", tensor: bool = False
 ) -> Exception | None:
@@ -120,32 +123,25 @@ def find_number_fault(
 
     ``tensor``: a tensor of one element is a number, too.
     """
-
-    def find() -> Exception | None:
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if tensor and isinstance(value, Tensor):
-            is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
-        if not is_number:
-            return TypeError(f"{operation}: {name} must be a number, got {_with_kind(value)}{at(rank)}")
-        number, _ = float(value), str(value)  # type: ignore[arg-type]  # it is shown to the other ranks
-        if allow != "any" and (math.isnan(number) or (allow == "finite" and math.isinf(number))):
-            return ValueError(f"{operation}: {name} must be a {allow} number, got {number}{at(rank)}")
-        return None
-
-    return _named(operation, name, rank, find)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if tensor and isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    if not is_number:
+        return TypeError(f"{operation}: {name} must be a number, got {_with_kind(value)}{at(rank)}")
+    number, _ = float(value), str(value)  # type: ignore[arg-type]  # it is shown to the other ranks
+    if allow != "any" and (math.isnan(number) or (allow == "finite" and math.isinf(number))):
+        return ValueError(f"{operation}: {name} must be a {allow} number, got {number}{at(rank)}")
+    return None
 
 
+@_finder
 def find_choice_fault(
     operation: str, name: str, value: object, rank: int | None, known: Collection[str]
 ) -> Exception | None:
     """What is wrong with an argument that must be one of some words."""
-
-    def find() -> Exception | None:
-        if isinstance(value, str) and value in known:
-            return None
-        return ValueError(f"{operation}: {name} {show(value)} is not one of {', '.join(known)}{at(rank)}")
-
-    return _named(operation, name, rank, find)
+    if isinstance(value, str) and value in known:
+        return None
+    return ValueError(f"{operation}: {name} {show(value)} is not one of {', '.join(known)}{at(rank)}")
 
 
 def the_choice(value: object, known: Iterable[str]) -> str:
@@ -157,11 +153,3 @@ def _with_kind(value: object) -> str:
     """A short value with its kind; of others the kind."""
     plain = isinstance(value, str | float | complex | bool) or value is None
     return f"{show(value)} ({type(value).__name__})" if plain and value is not None else kind_of(value)
-
-
-def _named(operation: str, name: str, rank: int | None, find: Callable[[], Exception | None]) -> Exception | None:
-    """What ``find`` returns; if the argument itself raises, that, with its name."""
-    try:
-        return find()
-    except Exception as error:
-        return as_told(f"{operation}: {name} cannot be read", error, at(rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -11,8 +12,9 @@ import torch
 
 from weft.comm.call import Call, Message, start_beside
 from weft.comm.counter import CallCounter
+from weft.comm.dist import DistWire, process_group_of
 from weft.comm.metadata import gather_metadata
-from weft.comm.wire import Pending, Wire
+from weft.comm.wire import Pending, SoloWire, Wire
 from weft.errors import CallRecord
 
 T = TypeVar("T")
@@ -47,9 +49,12 @@ class Axis:
             return group
         if group is None and (current := getattr(_current, "axis", None)) is not None:
             return current
-        from weft.comm.dist import axis_of  # it builds axes, so it cannot be imported first
-
-        return axis_of(group)
+        group = process_group_of(group)
+        if group is None:
+            return Axis.over(SoloWire())
+        if group not in _axes:
+            _axes[group] = Axis.over(DistWire(group), name=f"group {group.group_name}")
+        return _axes[group]
 
     @staticmethod
     def over(wire: Wire, name: str = "world") -> Axis:
@@ -188,6 +193,7 @@ class Axis:
         return Pending(finish)
 
 
+_axes: weakref.WeakKeyDictionary[Any, Axis] = weakref.WeakKeyDictionary()  # of process groups
 _current = threading.local()  # .axis: WORLD for a thread that is a rank of a virtual world
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from weft.comm import ledger
 from weft.comm.counter import CallCounter
-from weft.comm.schedule import Path
-from weft.comm.wire import Pending, Wire, WireMessage
+from weft.comm.wire import Pending, Wire, WireMessage, coalesce, empty_coalesced, split_coalesced
 from weft.errors import CallRecord
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class Expected:
 
 
 class Call:
-    """One call of an operation on an axis. ``told`` is the round of integers, where `Axis.begin` started one.
+    """One call of an operation on an axis. ``metadata`` is the round of integers, where `Axis.begin` started one.
 
     Ranks are those of the axis. Sums over ranks are in rank order and at least in fp32: same inputs, same bits.
     """
@@ -64,13 +63,6 @@ class Call:
         """The same call with the ranks in the opposite order."""
         return Call(self.wire, self.members[::-1], self.size - 1 - self.rank, self.counter, self.record)
 
-    def path(self, ranks: Sequence[int] | None = None, place: int | None = None, name: int = 0) -> Path:
-        """The path of a schedule through ``ranks`` (all, in order, if left out) that passes this one at ``place``."""
-        if ranks is None:
-            return Path(tuple(range(self.size)), self.rank, name)
-        assert place is not None and ranks[place] == self.rank
-        return Path(tuple(ranks), place, name)
-
     def expect(self, receives: Sequence[Message]) -> Expected:
         """Say early what will be received: (rank, contiguous tensor to fill). Hand it to `exchange` in its round.
 
@@ -95,9 +87,8 @@ class Call:
             target.copy_(source.view(target.shape))
         if not ledger.is_recording():
             return self.wire.exchange(self.record, outgoing, expected.pending)
-        event = self._enter(self.record.operation, outgoing, expected.messages)
-        expected.event = event
-        return self._recorded(self.wire.exchange(self.record, outgoing, expected.pending), event)
+        expected.event = self._enter(self.record.operation, outgoing, expected.messages)
+        return self._recorded(self.wire.exchange(self.record, outgoing, expected.pending), expected.event)
 
     def exchange_on_host(self, tag: int, sends: Sequence[Message], receives: Sequence[Message]) -> Pending[None]:
         """An exchange of integers that the host reads, under a tag of its own."""
@@ -159,19 +150,19 @@ class Call:
         mine = outgoing[self.rank].contiguous()
         counts = [len(mine)] * self.size if rows is None else rows
         if into is None:
-            boxes = [
+            parts = [
                 mine if rank == self.rank else mine.new_empty(counts[rank], *mine.shape[1:])
                 for rank in range(self.size)
             ]
         else:
-            boxes = list(into.split(list(counts)))
-            boxes[self.rank].copy_(mine)
+            parts = list(into.split(list(counts)))
+            parts[self.rank].copy_(mine)
         sends = [(rank, outgoing[rank].contiguous()) for rank in self.others]
-        pending = self.exchange(sends, [(rank, boxes[rank]) for rank in self.others])
+        pending = self.exchange(sends, [(rank, parts[rank]) for rank in self.others])
 
         def finish() -> list[Tensor]:
             pending.wait()
-            return boxes
+            return parts
 
         return Pending(finish)
 
@@ -210,5 +201,20 @@ def start_beside(wire: Wire, schedule: Callable[[], T], device: torch.device, op
         if ledger.is_recording() and not ledger.is_beside():
             ledger.note_standing(operation, start, wire.clock())
         return value
+
+    return Pending(finish)
+
+
+def exchange_coalesced(
+    call: Call, sends: Sequence[tuple[int, Sequence[Tensor]]], receives: Sequence[tuple[int, Sequence[Tensor]]]
+) -> Pending[None]:
+    """`Call.exchange` for lists of tensors, (rank, contiguous tensors to send or to fill): one message for each."""
+    buffers = [(rank, empty_coalesced(tensors)) for rank, tensors in receives]
+    pending = call.exchange([(rank, coalesce(tensors)) for rank, tensors in sends], buffers)
+
+    def finish() -> None:
+        pending.wait()
+        for (_, buffer), (_, tensors) in zip(buffers, receives, strict=True):
+            split_coalesced(buffer, tensors)
 
     return Pending(finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Sequence
@@ -69,6 +70,21 @@ class CallCounter:
         if value not in ("first", "always"):
             raise ValueError(f"WEFT_CHECK={value!r} is not known; use 'first' (the default) or 'always'")
         return value == "always" or operation not in self.agreed
+
+
+def dump_records(records: Sequence[CallRecord]) -> str:
+    """Records as text that other ranks can load."""
+    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault, r.integers] for r in records])
+
+
+def load_records(text: bytes | str) -> list[CallRecord]:
+    """What `dump_records` has written."""
+    return [
+        CallRecord(
+            counter, number, operation, tuple((k, v) for k, v in signature), tag, fault and tuple(fault), integers
+        )
+        for counter, number, operation, signature, tag, fault, integers in json.loads(text)
+    ]
 
 
 def mix(digest: int, number: int) -> int:

@@ -13,20 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.axis import Axis
 from weft.comm.hang import HangDetector
-from weft.comm.lane import StreamLane, ThreadLanes
-from weft.comm.wire import Pending, SoloWire, WireMessage
+from weft.comm.wire import Pending, StreamLane, ThreadLanes, WireMessage
 from weft.errors import CallRecord, CommError
 
 T = TypeVar("T")
 
-_axes: weakref.WeakKeyDictionary[Any, Axis] = weakref.WeakKeyDictionary()
 _generations: dict[str, int] = {}  # how often a group of this name has been seen, to keep store keys apart
 
 
-def axis_of(group: Any) -> Axis:
-    """The axis of a ProcessGroup, a 1-D DeviceMesh or None (WORLD, or a world of one). Always the same one.
+def process_group_of(group: Any) -> dist.ProcessGroup | None:
+    """The process group that a ProcessGroup, a 1-D DeviceMesh or None (WORLD) stands for; None in a world of one.
 
     What is wrong with a group is raised on this rank alone: without a group there is nobody to tell.
     """
@@ -38,9 +35,7 @@ def axis_of(group: Any) -> Axis:
             )
         group = group.get_group()
     if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return Axis.over(SoloWire())
-        group = dist.group.WORLD
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "Axis.of: this rank is not a member of the group; call it on the group's ranks only (raised on this rank "
@@ -51,13 +46,11 @@ def axis_of(group: Any) -> Axis:
             f"Axis.of: group must be a ProcessGroup, a 1-D DeviceMesh, an Axis or None, got {type(group).__name__} "
             f"(raised on this rank alone)"
         )
-    if group not in _axes:
-        _axes[group] = Axis.over(DistWire(group), name=f"group {group.group_name}")
-    return _axes[group]
+    return group
 
 
 class _Posted(Pending[None]):
-    """Receives that have been said: on Gloo with their works, on NCCL without any until their exchange."""
+    """Receives that are expected: on Gloo with their works, on NCCL without any until their exchange."""
 
     def __init__(
         self, wire: DistWire, record: CallRecord, messages: Sequence[WireMessage], works: list[Any], kind: str
@@ -82,9 +75,9 @@ class DistWire:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
         self.numbers = dist.get_process_group_ranks(group)
-        self._timeout = group_timeout(group)
+        self._timeout = _timeout_of(group)
         self._nccl = NcclSide.of(group)
-        self.host = torch.device("cpu") if has_backend(group, "cpu") or self._nccl is None else self._nccl.device
+        self.host = self._nccl.device if self._nccl and _backend_of(group, "cpu") is None else torch.device("cpu")
         generation = _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
         store = dist.PrefixStore(f"weft/{group.group_name}/{generation}", dist.distributed_c10d._get_default_store())
         self._detector = HangDetector(self.rank, self.size, store, self._timeout, self._close)
@@ -101,13 +94,7 @@ class DistWire:
         """A message that finds its receive posted needs no handshake, so it is posted at once. Not on NCCL."""
         if self._nccl is not None and self._nccl.carries(receives):
             return _Posted(self, record, receives, [], kind)
-        group, works = self.group, []
-        for peer, tag, buffer in receives:
-            try:
-                works.append(group.recv([buffer], peer, tag))
-            except RuntimeError as error:
-                raise self._detector.explain(record, peer, error) from error
-        return _Posted(self, record, receives, works, kind)
+        return _Posted(self, record, receives, self._post(self.group.recv, record, receives), kind)
 
     def exchange(
         self, record: CallRecord, sends: Sequence[WireMessage], expected: Any, kind: str = "data"
@@ -117,18 +104,22 @@ class DistWire:
             expected.join(works)
             self._detector.follow(record, lambda: all(work.is_completed() for work in works))
             return Pending(lambda: _wait_for(works))
-        group, works = self.group, []
-        for peer, tag, tensor in sends:
-            try:
-                works.append(group.send([tensor], peer, tag))
-            except RuntimeError as error:
-                raise self._detector.explain(record, peer, error) from error
+        works = self._post(self.group.send, record, sends)
 
         def finish() -> None:
             expected.wait()  # a Gloo receive must not be waited for twice, and may have been already
             self.finish(record, sends, works, kind)
 
         return Pending(finish)
+
+    def _post(self, post: Callable[..., Any], record: CallRecord, messages: Sequence[WireMessage]) -> list[Any]:
+        works = []
+        for peer, tag, tensor in messages:
+            try:
+                works.append(post([tensor], peer, tag))
+            except RuntimeError as error:
+                raise self._detector.explain(record, peer, error) from error
+        return works
 
     def exchange_on_host(
         self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
@@ -169,7 +160,7 @@ class DistWire:
         """Make every wait on this group end.
 
         On Gloo a receive that times out closes all its connections. A receive from a peer that is gone fails before
-        it can time out, so all peers are tried.
+        it can time out, and then the next one is tried.
         """
         if self._nccl is not None:
             self._nccl.close(self.group)
@@ -177,8 +168,11 @@ class DistWire:
             return
         for peer in range(self.size):
             if peer != self.rank:
-                with suppress(RuntimeError):
+                try:
                     self.group.recv([torch.empty(1)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if "timed out" in str(error).lower():
+                        return
 
 
 def _wait_for(works: Sequence[Any]) -> None:
@@ -186,16 +180,15 @@ def _wait_for(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def has_backend(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether tensors of this kind of device can travel in the group."""
+def _backend_of(group: dist.ProcessGroup, device: str) -> Any:
+    """What carries tensors of this kind of device in the group, or None if nothing does."""
     try:
-        group._get_backend(torch.device(device))
+        return group._get_backend(torch.device(device))
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the group's operations may take: torch has no public name for it."""
     for device in ("cpu", "cuda"):
         try:
@@ -221,10 +214,8 @@ class NcclSide:
     @staticmethod
     def of(group: dist.ProcessGroup) -> NcclSide | None:
         """The side, if CUDA tensors of this group travel over NCCL: the group's name does not always say so."""
-        if not has_backend(group, "cuda"):
-            return None
-        backend = group._get_backend(torch.device("cuda"))
-        return NcclSide(backend) if backend.name() == "nccl" else None
+        backend = _backend_of(group, "cuda")
+        return NcclSide(backend) if backend is not None and backend.name() == "nccl" else None
 
     @staticmethod
     def carries(messages: Sequence[WireMessage]) -> bool:

@@ -1,18 +1,20 @@
-"""`RankFunction`: what every autograd Function over ranks has in common."""
+"""An operation over ranks as torch sees it: `RankFunction` for autograd, `eager` for the compiler."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from weft.comm.axis import Axis
 from weft.comm.modes import outside_autocast
 
-if TYPE_CHECKING:
-    from weft.comm.axis import Axis
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RankFunction(torch.autograd.Function):
@@ -85,3 +87,24 @@ class _LastDerivative(torch.autograd.Function):
             f"{operation}: second derivatives are not supported; detach its gradients, or leave out create_graph=True"
         )
         axis.begin(f"{operation}.backward.backward", fault=fault)
+
+
+def eager(operation: Callable[P, T]) -> Callable[P, T]:
+    """Let ``operation``, which numbers its calls and talks to other ranks, run outside torch.compile.
+
+    A model that calls it has a graph break there.
+    Like ``torch.compiler.disable``, but without importing the compiler, which takes seconds, where nobody compiles.
+    """
+
+    outside: list[Callable[P, T]] = []
+
+    @functools.wraps(operation)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" not in sys.modules:
+            return operation(*args, **kwargs)
+        if not outside:
+            outside.append(torch.compiler.disable(operation))
+        return outside[0](*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch.compiler.disable leaves
+    return run

@@ -1,14 +1,18 @@
 """Finding out why a wait does not end, at no cost while waits do end.
 
 Messages carry the hash of their call as a tag, so ranks that call different things exchange nothing: they wait. A
-background thread notices a wait that has lasted too long, publishes what this rank called and waits for in the
-rendezvous store, and reads what the others published. A reason to give up is one of two things about a call that
-somebody waits in now: another rank made it differently, or could not make it. The reason is written once, the group is
-closed, and whoever then fails raises it. A call that nobody waits for any more is no reason.
+background thread notices a wait that has lasted too long and publishes what this rank called and waits for in the
+rendezvous store. One of the stuck ranks, the reader, reads what all have published: O(P) reads for a look at P ranks
+in all. The others read two keys. A reader that ends, or waits no longer, is followed by another one.
+
+A reason to give up is one of two things about a call that somebody waits in now: another rank made it differently, or
+could not make it. The reader writes the reason once, all close the group, and whoever then fails raises it. A call that
+nobody waits for any more is no reason.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -21,10 +25,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from weft.comm.counter import dump_records, load_records
 from weft.errors import CallRecord, CommError, Fault, diagnose, error_of, fault_of, name_ranks
 
 PATIENCE = 1.0  # seconds a wait may last before the others are looked up
 PERIOD = 0.25  # seconds between two looks
+LEASE = 1.0  # seconds without a sign of the reader after which another rank takes its place
 HISTORY = 64  # calls a rank can say it made
 
 log = logging.getLogger(__name__)
@@ -55,6 +61,9 @@ class HangDetector:
         self._refusal_stands = False
         self._private_store: Any = None  # a connection of the watching thread's own
         self._published = ""
+        self._reader, self._reader_since = "", 0.0  # what the store said of the reader, and since when
+        self._signs = itertools.count()
+        self._looked = -1  # the number of changes that the last look has seen
         if size > 1:
             _detectors.add(self)
 
@@ -66,13 +75,14 @@ class HangDetector:
         self._refused.discard((record.counter, record.number))
         if self._refusal_stands:  # it goes on: what it could not do before is no reason any more
             self._refusal_stands = False
-            self._store.delete_key(f"refusal/{self._rank}")
+            self._store.set(f"refusal/{self._rank}", "")
 
     def refuse(self, record: CallRecord) -> None:
         """This rank could not make this call: leave the reason where those who wait for it will look."""
         self._forget(record)
         self._refused.add((record.counter, record.number))
-        self._store.set(f"refusal/{self._rank}", _dump([record]))
+        self._store.set(f"refusal/{self._rank}", dump_records([record]))
+        self._store.add("changes", 1)
         self._refusal_stands = True
 
     @contextmanager
@@ -96,11 +106,11 @@ class HangDetector:
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
         """Rank 0 of the axis compares everybody's call and leaves the diagnosis: two store operations for each rank."""
         where = f"agree/{record.counter}/{record.number}"
-        self._store.set(f"{where}/{self._rank}", _dump([record]))
+        self._store.set(f"{where}/{self._rank}", dump_records([record]))
         if self._rank == members[0]:
             keys = [f"{where}/{member}" for member in members]
             self._await(record, keys, members)
-            records = {index: _load(self._store.get(key))[0] for index, key in enumerate(keys)}
+            records = {index: load_records(self._store.get(key))[0] for index, key in enumerate(keys)}
             self._store.set(f"{where}/diagnosis", json.dumps(diagnose(records, len(members))))
         else:
             self._await(record, [f"{where}/diagnosis"], members[:1])
@@ -131,7 +141,7 @@ class HangDetector:
     def explain(self, record: CallRecord, peer: int, error: Exception) -> Exception:
         """What a wait that failed on ``peer`` means: the reason if there is one, else a lost or silent peer."""
         meaning = self._find_meaning(record, peer, error)
-        self._close()  # so that ranks who only send to this one hear of it at their next call
+        self._close()  # so that ranks who only send to this one find it at their next call
         return meaning
 
     def _find_meaning(self, record: CallRecord, peer: int, error: Exception) -> Exception:
@@ -176,63 +186,90 @@ class HangDetector:
             self._private_store = self._store.clone()
         store = self._private_store
         self._publish(store, lasting)
-        if lasting and not store.check(["closed"]):
-            if self._find_reason(store, lasting) is None:
+        if not lasting:
+            return
+        if not store.check(["closed"]):
+            if not self._is_reader(store) or self._look(store) is None:
                 return
             time.sleep(2 * PERIOD)  # the others get stuck too: let them say what they called
-            if (reason := self._find_reason(store, lasting)) is None:
+            if (reason := self._find_reason(store)) is None:
                 return
             store.compare_set("closed", "", json.dumps([reason, self._rank]))
-        if lasting:
-            log.error("rank %d of %d gives up: %s", self._rank, self._size, store.get("closed").decode())
-            self._close()
+        log.error("rank %d of %d gives up: %s", self._rank, self._size, store.get("closed").decode())
+        self._close()
 
     def _publish(self, store: Any, lasting: list[Wait]) -> None:
-        """What this rank called and waits in; an empty word when it waits no longer."""
+        """What this rank called, waits in and refused; nothing when it waits no longer, and then it is no reader."""
         stuck = [[wait.record.counter, wait.record.number, wait.kind] for wait in lasting]
-        words = json.dumps([_dump(list(self._history)), stuck]) if lasting else ""
+        words = json.dumps([dump_records(list(self._history)), stuck, sorted(self._refused)]) if lasting else ""
         if words != self._published:
             store.set(f"state/{self._rank}", words)
+            store.add("changes", 1)  # after it: a look that misses the one misses the other
             self._published = words
+        if not lasting and self._reads(self._reader):
+            self._reader = store.compare_set("reader", self._reader, "").decode()
 
-    def _find_reason(self, store: Any, lasting: list[Wait]) -> Fault | None:
-        """Why a wait of this rank will not end, as far as the others have said."""
+    def _is_reader(self, store: Any) -> bool:
+        """Whether this rank reads for all: it gives a sign of life, or takes the place of one who gives none.
+
+        If two do for a moment, both find the same.
+        """
+        known = self._reader
+        if not known or self._reads(known) or time.monotonic() - self._reader_since > LEASE:
+            found = store.compare_set("reader", known, f"{self._rank} {next(self._signs)}").decode()
+        else:
+            found = store.get("reader").decode()
+        if found != known:
+            self._reader, self._reader_since = found, time.monotonic()
+        return self._reads(found)
+
+    def _reads(self, reader: str) -> bool:
+        return reader.startswith(f"{self._rank} ")
+
+    def _look(self, store: Any) -> Fault | None:
+        """`_find_reason`, if anything has changed since the last look that found none."""
+        changes = store.add("changes", 0)
+        if changes == self._looked:
+            return None
+        if (reason := self._find_reason(store)) is None:
+            self._looked = changes
+        return reason
+
+    def _find_reason(self, store: Any) -> Fault | None:
+        """Why somebody's wait will not end, by what all ranks have published."""
+        refusals: list[CallRecord] = []
+        waits: list[tuple[str, int, str, list[list[Any]]]] = []  # counter, number, kind; what that rank refused
+        calls: dict[tuple[str, int], dict[int, CallRecord]] = {}
         for rank in range(self._size):
-            if rank != self._rank and store.check([f"refusal/{rank}"]):
-                refused = _load(store.get(f"refusal/{rank}"))[0]
-                # A call that this rank refused too was made by nobody, and holds up nobody.
-                if (refused.counter, refused.number) not in self._refused and any(
-                    wait.record.counter == refused.counter and wait.record.number >= refused.number for wait in lasting
-                ):
-                    return refused.fault
-        heard: dict[tuple[str, int], dict[int, CallRecord]] = {}
-        stuck: dict[tuple[str, int], set[str]] = {}
-        for rank in range(self._size):
-            words = store.get(f"state/{rank}") if store.check([f"state/{rank}"]) else b""
-            if words:
-                records, waits = json.loads(words)
-                for counter, number, kind in waits:
-                    stuck.setdefault((counter, number), set()).add(kind)
-                for record in _load(records):
-                    heard.setdefault((record.counter, record.number), {})[rank] = record
-        for call in sorted(stuck.keys() & heard.keys()):
-            rounds = {(record.operation, record.integers) for record in heard[call].values()}
-            # Ranks that agree first, or tell in the same round, find out by themselves when the last one comes.
-            resolves = stuck[call] <= {"agree"} or (stuck[call] <= {"agree", "metadata"} and len(rounds) == 1)
-            if not resolves and (diagnosis := diagnose(heard[call], self._size)):
+            if words := _read(store, f"refusal/{rank}"):
+                refusals += load_records(words)
+            if words := _read(store, f"state/{rank}"):
+                records, stuck, refused = json.loads(words)
+                waits += [(counter, number, kind, refused) for counter, number, kind in stuck]
+                for record in load_records(records):
+                    calls.setdefault((record.counter, record.number), {})[rank] = record
+        for one in refusals:
+            # A call that the waiting rank refused too was made by nobody, and holds up nobody.
+            if any(
+                counter == one.counter and number >= one.number and [one.counter, one.number] not in refused
+                for counter, number, _, refused in waits
+            ):
+                return one.fault
+        kinds: dict[tuple[str, int], set[str]] = {}
+        for counter, number, kind, _ in waits:
+            kinds.setdefault((counter, number), set()).add(kind)
+        for call in sorted(kinds.keys() & calls.keys()):
+            rounds = {(record.operation, record.integers) for record in calls[call].values()}
+            # Ranks that agree first, or gather in the same round, find out by themselves when the last one comes.
+            resolves = kinds[call] <= {"agree"} or (kinds[call] <= {"agree", "metadata"} and len(rounds) == 1)
+            if not resolves and (diagnosis := diagnose(calls[call], self._size)):
                 return diagnosis
         return None
 
 
-def _dump(records: list[CallRecord]) -> str:
-    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault, r.integers] for r in records])
-
-
-def _load(text: bytes | str) -> list[CallRecord]:
-    return [
-        CallRecord(counter, number, operation, tuple((k, v) for k, v in signature), tag, fault and tuple(fault), told)
-        for counter, number, operation, signature, tag, fault, told in json.loads(text)
-    ]
+def _read(store: Any, key: str) -> bytes:
+    """What is published under ``key``, nothing if nothing is. Keys are never deleted: a read would wait for them."""
+    return store.get(key) if store.check([key]) else b""
 
 
 _detectors: weakref.WeakSet[HangDetector] = weakref.WeakSet()

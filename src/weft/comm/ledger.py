@@ -162,10 +162,10 @@ def _longest_chain(events: Iterable[Event]) -> int:
                 for peer, _ in event.sends:
                     flying[event.rank, peer, event.tag].append(depth[row])
             elif kind == 1:
-                mail = [flying[peer, event.rank, event.tag] for peer, _ in event.receives]
-                if not all(mail) and not force:
+                waiting = [flying[peer, event.rank, event.tag] for peer, _ in event.receives]
+                if not all(waiting) and not force:
                     return moved
-                arrived = [box.popleft() if box else depth[row] for box in mail]
+                arrived = [sent.popleft() if sent else depth[row] for sent in waiting]
                 depth[row] = max([depth[row], *(sent + 1 for sent in arrived)])
                 force = False
             elif event.sends:  # a send is over when it has arrived

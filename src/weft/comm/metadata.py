@@ -1,13 +1,12 @@
-"""The one small round of integers of a call: what every rank tells, and whether they agree.
+"""The metadata of a call: a few integers of every rank for every rank, and whether the ranks agree. Also text.
 
-A rank tells 1 if it found a fault in its arguments (else 0), the digest of its signature, and the operation's own
-integers (a length, counts). The tag does not depend on the options, so ranks that differ still hear each other. Only
-when something is wrong do they tell each other more: their signatures or faults as text, and all raise the same.
+A rank sends 1 if it found a fault in its arguments (else 0), the digest of its signature, and the operation's own
+integers (a length, counts). The tag does not depend on the options, so ranks that differ still get each other's. Only
+when something is wrong do they exchange more: their signatures or faults as text, and all raise the same.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.comm.counter import mix
+from weft.comm.call import Call
+from weft.comm.counter import dump_records, load_records, mix
 from weft.comm.wire import Pending
-from weft.errors import CallRecord, diagnose, error_of
+from weft.errors import diagnose, error_of
 
 if TYPE_CHECKING:
-    from weft.comm.call import Call
+    from weft.comm.axis import Axis
 
 FAN_OUT = 16  # ranks up to which everybody writes to everybody; beyond, messages double on the way: log2(P) of them
 
@@ -30,7 +30,7 @@ def gather_metadata(
 ) -> Pending[list[tuple[int, ...]]]:
     """Start the round. ``wait()`` gives everybody's ``numbers`` by rank, or raises what is wrong.
 
-    ``to_each[r]`` are further integers that only rank r hears, as many for every rank; they follow the others.
+    ``to_each[r]`` are further integers that only rank r gets, as many for every rank; they follow the others.
     """
     record = call.record
     digest = zlib.crc32(repr((record.operation, record.signature)).encode())
@@ -50,9 +50,9 @@ def gather_metadata(
 def _share(call: Call, mine: Tensor, purpose: str, apart: Tensor | None = None) -> Pending[Tensor]:
     """Everybody's ``mine`` ``[n]`` as ``[P, n]``: one round on few ranks, log2(P) rounds on many.
 
-    ``apart`` ``[P, m]`` holds what each rank alone hears; with it the result is ``[P, n + m]``.
+    ``apart`` ``[P, m]`` holds what each rank alone gets; with it the result is ``[P, n + m]``.
     """
-    # Ranks that tell more or fewer integers must not meet: a message of another length breaks a connection.
+    # Ranks that send more or fewer integers must not meet: a message of another length breaks a connection.
     widths = f"{len(mine)}+{0 if apart is None else apart.shape[1]}"
     words = f"{call.counter.name} {call.record.operation} {purpose} {widths}"
     tag = mix(zlib.crc32(words.encode()), call.record.number)
@@ -68,14 +68,14 @@ def _share(call: Call, mine: Tensor, purpose: str, apart: Tensor | None = None) 
 
 def _fan_out(call: Call, tag: int, outgoing: Tensor) -> Pending[Tensor]:
     """Row r to rank r; the rows every rank sent here."""
-    heard = torch.empty_like(outgoing, memory_format=torch.contiguous_format)
-    heard[call.rank] = outgoing[call.rank]
+    received = torch.empty_like(outgoing, memory_format=torch.contiguous_format)
+    received[call.rank] = outgoing[call.rank]
     sends = [(other, outgoing[other].contiguous()) for other in call.others]
-    pending = call.exchange_on_host(tag, sends, [(other, heard[other]) for other in call.others])
+    pending = call.exchange_on_host(tag, sends, [(other, received[other]) for other in call.others])
 
     def finish() -> Tensor:
         pending.wait()
-        return heard
+        return received
 
     return Pending(finish)
 
@@ -84,7 +84,7 @@ def _double(call: Call, tag: int, mine: Tensor) -> Pending[Tensor]:
     """Everybody's ``mine``: in each round a rank passes on all it knows."""
     size, rank = call.size, call.rank
     table = mine.new_empty(size, len(mine))
-    table[0] = mine  # row i: what rank - i told
+    table[0] = mine  # row i: of rank - i
 
     def rounds(lane: Call) -> None:
         known = 1
@@ -104,22 +104,36 @@ def _double(call: Call, tag: int, mine: Tensor) -> Pending[Tensor]:
     return Pending(finish)
 
 
+def gather_text(axis: Axis, operation: str, mine: str) -> list[str]:
+    """Every rank's text, by rank. All ranks must call it.
+
+    >>> gather_text(Axis.of(None), "greet", "hello")
+    ['hello']
+    """
+    return [data.decode() for data in gather_bytes(axis, f"{operation}.text", mine.encode())]
+
+
+def gather_bytes(axis: Axis, operation: str, mine: bytes) -> list[bytes]:
+    """Every rank's bytes, by rank, over the side of the host. All ranks must call it."""
+    call = axis.begin(operation, metadata=[len(mine)])
+    return _share_bytes(call, mine, [size for (size,) in call.metadata.wait()])
+
+
+def _share_bytes(call: Call, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+    if call.size == 1:
+        return [mine]
+    padded = torch.frombuffer(bytearray(mine.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8).to(call.wire.host)
+    rows = _share(call, padded, "bytes").wait().tolist()
+    return [bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
 def _raise_diagnosis(call: Call) -> None:
     """Exchange records as text; raise the first rank's fault or the disagreement. `Axis.begin` raises the own fault."""
-    record = call.record
-    words = json.dumps([record.operation, record.signature, record.fault]).encode()
-    text = torch.tensor(list(words), dtype=torch.uint8, device=call.wire.host)
+    words = dump_records([call.record]).encode()
     sizes = _share(call, torch.tensor([len(words)], device=call.wire.host), "sizes").wait().flatten().tolist()
-    padded = text.new_zeros(max(sizes))
-    padded[: len(words)] = text
-    told = _share(call, padded, "words").wait()
-    if record.fault is not None:
+    texts = _share_bytes(call, words, sizes)
+    if call.record.fault is not None:
         return
-    records = {}
-    for rank, size in enumerate(sizes):
-        operation, signature, fault = json.loads(bytes(told[rank, :size].tolist()))
-        pairs = tuple((name, value) for name, value in signature)
-        records[rank] = CallRecord(record.counter, record.number, operation, pairs, 0, fault and tuple(fault))
-    diagnosis = diagnose(records, call.size)
+    diagnosis = diagnose({rank: load_records(text)[0] for rank, text in enumerate(texts)}, call.size)
     assert diagnosis is not None, "digests differ, so do the signatures"
     raise error_of(diagnosis)

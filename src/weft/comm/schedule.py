@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from weft.comm.call import Call, Expected
-    from weft.comm.wire import Pending
+from weft.comm.call import Call, Expected
+from weft.comm.wire import Pending, coalesce, empty_coalesced, split_coalesced
 
 T = TypeVar("T")
 
@@ -37,6 +36,11 @@ class Path:
     ranks: tuple[int, ...]
     rank: int
     name: int = 0
+
+    @staticmethod
+    def along(call: Call) -> Path:
+        """All ranks of a call, in order."""
+        return Path(tuple(range(call.size)), call.rank)
 
     @property
     def size(self) -> int:
@@ -71,37 +75,13 @@ Schedule = Generator[Expect | Round, Any, T]
 _Key = tuple[int, int, int]  # path, place it comes from, place it goes to: the order within a merged message
 
 
-@dataclass
-class _Box:
-    """What comes from one rank in one round: one message for one or several schedules."""
-
-    parts: list[tuple[_Key, Tensor]] = field(default_factory=list)
-    memory: Tensor | None = None
-
-    def open(self) -> Tensor:
-        """The tensor to receive into."""
-        if len(self.parts) == 1:
-            return self.parts[0][1]
-        self.parts.sort(key=lambda part: part[0])
-        first = self.parts[0][1]
-        self.memory = first.new_empty(sum(tensor.numel() for _, tensor in self.parts))
-        return self.memory
-
-    def empty(self) -> None:
-        """Hand out what has arrived."""
-        if self.memory is not None:
-            pieces = self.memory.split([tensor.numel() for _, tensor in self.parts])
-            for piece, (_, tensor) in zip(pieces, self.parts, strict=True):
-                tensor.view(-1).copy_(piece)
-
-
 class ScheduleExecutor(Generic[T]):
     """The schedules of this rank in one call. Making it posts all receives, where the network allows that."""
 
     def __init__(self, call: Call, schedules: Sequence[tuple[Path, Schedule[T]]]) -> None:
         self._schedules = schedules
         self._to_self: dict[tuple[int, _Key], Tensor] = {}
-        boxes: dict[int, dict[int, _Box]] = defaultdict(lambda: defaultdict(_Box))
+        coming: dict[int, dict[int, list[tuple[_Key, Tensor]]]] = defaultdict(lambda: defaultdict(list))
         for path, schedule in schedules:
             expect = next(schedule)
             assert isinstance(expect, Expect), "a schedule first says what it will receive"
@@ -110,12 +90,15 @@ class ScheduleExecutor(Generic[T]):
                 if path.ranks[source] == call.rank:
                     self._to_self[number, key] = tensor
                 elif tensor.numel():
-                    boxes[number][path.ranks[source]].parts.append((key, tensor))
-        self._boxes = boxes
-        self._expected: dict[int, Expected] = {
-            number: call.expect([(rank, box.open()) for rank, box in sorted(boxes[number].items())])
-            for number in sorted(boxes)
-        }
+                    coming[number][path.ranks[source]].append((key, tensor))
+        self._expected: dict[int, Expected] = {}
+        self._buffers: dict[int, list[tuple[Tensor, list[Tensor]]]] = {}  # of each round, and the tensors they fill
+        for number in sorted(coming):
+            ranks = sorted(coming[number])
+            tensors = [_in_order(coming[number][rank]) for rank in ranks]
+            buffers = [empty_coalesced(some) for some in tensors]
+            self._expected[number] = call.expect(list(zip(ranks, buffers, strict=True)))
+            self._buffers[number] = list(zip(buffers, tensors, strict=True))
 
     def run(self, call: Call, values: Sequence[Any]) -> list[T]:
         """Send every schedule its value, do the rounds, return the results. ``call``: the same, or a lane of it."""
@@ -145,8 +128,8 @@ class ScheduleExecutor(Generic[T]):
                     expected.wait()
             else:
                 pending.wait()
-            for box in self._boxes.pop(number, {}).values():
-                box.empty()
+            for buffer, tensors in self._buffers.pop(number, ()):
+                split_coalesced(buffer, tensors)
             for index in now:
                 resume(index, None)
         for pending in unfinished:
@@ -155,7 +138,7 @@ class ScheduleExecutor(Generic[T]):
 
     def _outgoing(self, call: Call, number: int, rounds: dict[int, Round]) -> list[tuple[int, Tensor]]:
         """The messages of a round, one for each peer; what stays on this rank is handed over at once."""
-        mail: dict[int, list[tuple[_Key, Tensor]]] = defaultdict(list)
+        outgoing: dict[int, list[tuple[_Key, Tensor]]] = defaultdict(list)
         for index, step in rounds.items():
             path = self._schedules[index][0]
             for place, tensor in step.sends:
@@ -164,17 +147,10 @@ class ScheduleExecutor(Generic[T]):
                     target = self._to_self.pop((number, key))
                     target.copy_(tensor.view(target.shape))
                 elif tensor.numel():
-                    mail[path.ranks[place]].append((key, tensor))
-        return [(rank, _merge(parts)) for rank, parts in sorted(mail.items())]
+                    outgoing[path.ranks[place]].append((key, tensor))
+        return [(rank, coalesce(_in_order(keyed))) for rank, keyed in sorted(outgoing.items())]
 
 
-def _merge(parts: list[tuple[_Key, Tensor]]) -> Tensor:
-    """The parts as one message, in the order in which the other end takes them apart."""
-    if len(parts) == 1:
-        return parts[0][1]
-    parts.sort(key=lambda part: part[0])
-    sizes = [tensor.numel() for _, tensor in parts]
-    merged = parts[0][1].new_empty(sum(sizes))
-    for piece, (_, tensor) in zip(merged.split(sizes), parts, strict=True):
-        piece.copy_(tensor.view(-1))
-    return merged
+def _in_order(keyed: list[tuple[_Key, Tensor]]) -> list[Tensor]:
+    """The tensors of a message in the order that both of its ends know."""
+    return [tensor for _, tensor in sorted(keyed, key=lambda part: part[0])]

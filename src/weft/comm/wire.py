@@ -1,18 +1,26 @@
-"""What an axis talks through: the few verbs that every kind of world implements."""
+"""What an axis talks through: the few verbs that every kind of world implements, and what their wires share.
+
+A lane is where a multi-round schedule runs while the main computation goes on: on CPU a background thread, on CUDA a
+side stream, in a virtual world a forked clock.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from weft.errors import CallRecord, error_of
 
 T = TypeVar("T")
 # (peer's rank on the wire, tag, contiguous tensor to send or to fill)
-WireMessage = tuple[int, int, torch.Tensor]
+WireMessage = tuple[int, int, Tensor]
 
 
 class Pending(Generic[T]):
@@ -38,6 +46,68 @@ class Pending(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
+
+
+def without_gradients() -> Any:
+    """The context of a lane that the caller starts now: in inference mode, if the caller is, as its tensors are."""
+    return torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+class ThreadLanes:
+    """Background threads, as many as there are schedules under way, side by side.
+
+    They are daemons, unlike those of an executor: a schedule that is stuck does not keep the process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def start(self, schedule: Callable[[], T]) -> Pending[T]:
+        future: Future[T] = Future()
+        context = without_gradients()
+
+        def job() -> None:
+            try:
+                with context:
+                    future.set_result(schedule())
+            except BaseException as error:  # raised in the caller, who waits for it
+                future.set_exception(error)
+
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._jobs.put(job)
+        return Pending(future.result)  # ends: every wait inside the schedule has the group's timeout
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+            self._idle.release()
+
+
+class StreamLane:
+    """A side stream: schedules run in the order they were started. Untested: no CUDA device was at hand."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, schedule: Callable[[], T]) -> Pending[T]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with without_gradients(), torch.cuda.stream(self._stream):
+            value = schedule()
+
+        def finish() -> T:
+            # Holding `schedule` until here keeps its inputs alive while the side stream reads them.
+            assert schedule is not None
+            main = torch.cuda.current_stream(self._stream.device)
+            main.wait_stream(self._stream)
+            for tensor in value if isinstance(value, tuple | list) else [value]:
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(main)
+            return value
+
+        return Pending(finish)
 
 
 class Wire(Protocol):
@@ -75,7 +145,7 @@ class Wire(Protocol):
         ...
 
     def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
-        """Run ``schedule`` beside the caller's computation: see `weft.comm.lane`."""
+        """Run ``schedule`` beside the caller's computation: on a lane."""
         ...
 
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
@@ -87,7 +157,7 @@ class Wire(Protocol):
         ...
 
     def refuse(self, record: CallRecord) -> None:
-        """Leave word, for those who will wait for it, that this rank could not make this call."""
+        """Publish, for those who will wait for it, that this rank could not make this call."""
         ...
 
     def clock(self) -> float:
@@ -130,3 +200,31 @@ class SoloWire:
 
     def clock(self) -> float:
         return time.perf_counter()
+
+
+def coalesce(tensors: Sequence[Tensor]) -> Tensor:
+    """Contiguous tensors as one message: few messages on any network, one for each peer and direction on NCCL.
+
+    One tensor travels as it is, without a copy.
+    """
+    return tensors[0] if len(tensors) == 1 else torch.cat([_bytes(tensor) for tensor in tensors])
+
+
+def empty_coalesced(tensors: Sequence[Tensor]) -> Tensor:
+    """The buffer that receives a message of `coalesce` for these tensors: the tensor itself, if it is one."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return tensors[0].new_empty(sum(tensor.numel() * tensor.element_size() for tensor in tensors), dtype=torch.uint8)
+
+
+def split_coalesced(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Fill the tensors from the buffer that `empty_coalesced` made for them."""
+    if len(tensors) > 1:
+        pieces = buffer.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            _bytes(tensor).copy_(piece)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Its memory; a contiguous tensor of one element may have any stride, which no view of bytes may."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, kind_of, read, show
-from weft.comm.coalesced import exchange_coalesced
+from weft.comm.call import exchange_coalesced
 from weft.ops.embedding import RowTable
 from weft.parallel.dtensor import is_dtensor, local_of, shard_place
 

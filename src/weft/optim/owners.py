@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Pending
-from weft.comm.coalesced import exchange_coalesced
+from weft.comm.call import exchange_coalesced
 
 Place = tuple[int, ...]  # a rank on each axis
 

@@ -34,7 +34,7 @@ _DIGEST = "sha256"  # in the manifest: of the rest of it, and of each file
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes into ``folder``.partial; the rank that hears of all others' ends renames it."""
+    """Writes into ``folder``.partial; rank 0 renames it when all have written."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], written: Callable[[], None]) -> None:
         self._partial, self._folder = partial_name(folder), folder
@@ -147,10 +147,10 @@ def _read_listed(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str
         if digest is not None and digest != _digest_facts(manifest):
             raise ValueError("it holds other bytes than were written")
         files: dict[str, tuple[int, str | None]] = {}
-        for name, told in manifest["files"].items():
+        for name, entry in manifest["files"].items():
             if not re.fullmatch(r"[\w-]+\.safetensors", name):
                 raise ValueError(f"{name!r} is no file of a checkpoint")
-            files[name] = (told, None) if isinstance(told, int) else (int(told["bytes"]), str(told[_DIGEST]))
+            files[name] = (entry, None) if isinstance(entry, int) else (int(entry["bytes"]), str(entry[_DIGEST]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error!r}") from None
     return manifest, files

@@ -1,13 +1,23 @@
-"""A mesh of data x context x tensor parallel ranks: torch's DeviceMesh, and its axes."""
+"""A mesh of data x context x tensor parallel ranks: torch's DeviceMesh, its axes, and weights cut over it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from weft.comm.axis import Axis
 
@@ -55,15 +65,9 @@ def make_mesh(shape: tuple[int, int, int]) -> ParallelMesh:
     data, context, tensor = (Axis.of(mesh[name]) for name in NAMES)
     flat = mesh["dp", "cp"]._flatten("tokens")
     world = Axis.of(None)
-    # Where they are the same ranks they are one axis: what ranks tell each other is told once.
+    # Where they are the same ranks they are one axis: metadata is gathered once.
     tokens = world if shape[2] == 1 else Axis.of(flat)
     return ParallelMesh(data, context, tensor, tokens, world, mesh)
-
-
-def tensor_mesh(mesh: ParallelMesh) -> DeviceMesh:
-    """The 1-D mesh of the ranks that share this one's tokens."""
-    assert mesh.device_mesh is not None
-    return mesh.device_mesh["tp"]
 
 
 def token_mesh(mesh: ParallelMesh) -> DeviceMesh:
@@ -71,3 +75,23 @@ def token_mesh(mesh: ParallelMesh) -> DeviceMesh:
     assert mesh.device_mesh is not None
     flat: Any = mesh.device_mesh["tokens"]
     return flat
+
+
+def cut_over_tensor_ranks(
+    module: nn.Module, mesh: ParallelMesh, *, columns: Sequence[str], rows: Sequence[str], inputs: int
+) -> None:
+    """Cut linear layers of ``module`` by output (``columns``) and by input (``rows``), in place.
+
+    The first of the ``inputs`` of the module's forward is the same on all tensor-parallel ranks, and so is what comes
+    out. It is made a DTensor once, so that one all-reduce in the backward sums its gradient over all ``columns``.
+    """
+    if mesh.tensor.size == 1:
+        return
+    assert mesh.device_mesh is not None
+    tensor_mesh = mesh.device_mesh["tp"]
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan.update({name: RowwiseParallel() for name in rows})
+    layouts = (Replicate(), *[None] * (inputs - 1))
+    prepare = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+    parallelize_module(module, tensor_mesh, plan)
+    parallelize_module(module, tensor_mesh, prepare)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import weft
 from weft.comm import Axis
-from weft.comm.text import share_text
+from weft.comm.metadata import gather_text
 from weft.errors import CommError
 from weft.parallel import checkpoint
 from weft.train.config import MODEL, TrainConfig, flag, take_settings
@@ -201,7 +201,7 @@ class Resumption:
             except ValueError as error:
                 fault = error
         self._world.begin("train.resume", metadata=[], fault=fault).metadata.wait()
-        chosen = share_text(self._world, "train.resume", chosen)[0]
+        chosen = gather_text(self._world, "train.resume", chosen)[0]
         if not chosen:
             return
         self.folder = Path(chosen)
@@ -269,4 +269,4 @@ class Resumption:
         failed = self._world.begin("train.load", metadata=[int(bool(words))]).metadata.wait()
         if not any(number for (number,) in failed):
             return ""
-        return next(text for text in share_text(self._world, "train.load", words) if text).splitlines()[0]
+        return next(text for text in gather_text(self._world, "train.load", words) if text).splitlines()[0]

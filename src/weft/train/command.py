@@ -23,9 +23,8 @@ from rich.console import Console
 
 from weft.errors import CommError
 from weft.parallel.checkpoint import find_format_fault
-from weft.parallel.local_rank import LocalRank
 from weft.parallel.mesh import make_mesh
-from weft.parallel.rendezvous import joined_world
+from weft.parallel.rendezvous import LocalRank, joined_world
 from weft.report.page import write_report
 from weft.train import run_folder
 from weft.train.config import TrainConfig, fit_mesh, read_config

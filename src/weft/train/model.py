@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import weft
 from weft.ops.sequence import Sequence
-from weft.parallel.mesh import ParallelMesh
-from weft.parallel.tensor_parallel import cut_over_tensor_ranks
+from weft.parallel.mesh import ParallelMesh, cut_over_tensor_ranks
 from weft.train.config import TrainConfig
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft
 from weft.comm import Ledger, record
-from weft.comm.text import share_text
+from weft.comm.metadata import gather_text
 from weft.parallel.mesh import ParallelMesh
 from weft.parallel.wrappers import wrap_with_ddp_beside_tables, wrap_with_fsdp2
 from weft.train.batches import IGNORED, Batch, Batches, validation_batches
@@ -192,7 +192,7 @@ class Trainer:
 
     def _write_timeline(self, ledger: Ledger, began: float, ended: float) -> None:
         mine = json.dumps(spans_of(ledger, began, ended))
-        everybody = share_text(self.mesh.world, "train.timeline", mine)
+        everybody = gather_text(self.mesh.world, "train.timeline", mine)
         if self.mesh.world.rank == 0:
             ranks = [{"rank": rank, "spans": json.loads(text)} for rank, text in enumerate(everybody)]
             write_whole(self.config.out / "timeline.json", json.dumps({"step": self.done, "ranks": ranks}))

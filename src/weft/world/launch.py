@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from weft.comm.axis import Axis
+from weft.comm.metadata import gather_bytes
 from weft.errors import RankError, name_failing_rank
 from weft.parallel.rendezvous import gloo_world, open_store
 from weft.parts import PUBLIC
@@ -184,11 +185,7 @@ def _loaded_job(job: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def collect(axis: Axis, value: T) -> list[T]:
     """Everybody's value on every rank, for reports; values are pickled."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    call = axis.begin("collect", metadata=(len(data),))
-    told = call.metadata.wait()
-    parts = call.all_gather(data, [size for (size,) in told]).wait()
-    return [pickle.loads(bytes(part.tolist())) for part in parts]
+    return [pickle.loads(data) for data in gather_bytes(axis, "collect", pickle.dumps(value))]
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: timedelta) -> None:

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from weft.parallel.local_rank import LocalRank
-from weft.parallel.rendezvous import loopback_settings, open_store
+from weft.parallel.rendezvous import LocalRank, loopback_settings, open_store
 
 GRACE = 10.0  # seconds the other ranks have to end by themselves after one has failed
 PATIENCE = 120.0  # seconds that all have after a signal: to finish a step and save
@@ -75,11 +74,11 @@ class _Ranks:
         try:
             for number in range(self.count):
                 rank = LocalRank(number, self.store.port, theirs, folder)
-                with rank.said.open("wb") as said:
+                with rank.stderr_file.open("wb") as stderr:
                     process = subprocess.Popen(
                         command, env={**shared, **rank.environment(self.count)}, pass_fds=[theirs],
                         start_new_session=True, stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL if quiet else None, stderr=said if number else None,
+                        stdout=subprocess.DEVNULL if quiet else None, stderr=stderr if number else None,
                     )  # fmt: skip
                 self.ranks.append(rank)
                 self.processes.append(process)
@@ -162,10 +161,10 @@ class _Ranks:
             if not self.signals:
                 self.say(f"rank {first} of {self.count} was ended by {signal.Signals(-status).name}")
             return 128 - status
-        told = notes.get(first, (0, ""))[1]
-        if first and told != notes.get(0, (0, None))[1] and not self.signals:
-            said = self.ranks[first].said.read_text(errors="replace")[-_TAIL:].strip()
-            self.say(f"rank {first} of {self.count} ended with status {status}: {said or told}")
+        noted = notes.get(first, (0, ""))[1]
+        if first and noted != notes.get(0, (0, None))[1] and not self.signals:
+            text = self.ranks[first].stderr_file.read_text(errors="replace")[-_TAIL:].strip()
+            self.say(f"rank {first} of {self.count} ended with status {status}: {text or noted}")
         return status
 
     def say(self, words: str) -> None:

@@ -1,6 +1,6 @@
 """NCCL's rules in a virtual world, so that what would hang, mismatch or overwrite there is found without a GPU.
 
-1. One line of groups (the messages of one exchange) for each rank: a group starts when the one before it is complete, a
+1. Each rank has one queue of groups (the messages of an exchange): a group starts when the one before it is complete, a
    message moves when the groups at both its ends have started, a group is complete when all its messages have moved.
 2. No tags: messages of a pair match in order. weft's tag checks that the right ones met; size and dtype too.
 3. Both ends group alike: a rank's k-th group with a peer mirrors the peer's k-th with it. At most one message for each
@@ -9,7 +9,7 @@
 5. Lanes run inline, in the order of the host. Every case is run twice: the host blocked at each issue until the group
    is complete, as at the first contact of two ranks, and the host free.
 6. A message is read when it moves, not when it is issued; a received tensor holds nothing until it was waited for.
-7. At the end every line is empty and everything was waited for.
+7. At the end every queue is empty and everything was waited for.
 8. The host does not read received integers: counts and lengths go over the CPU side.
 
 Not covered: lifetimes of memory and streams.
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from weft.comm.wire import Pending, WireMessage
 from weft.errors import CallRecord, DisagreementError, NcclRuleError, diagnose, name_ranks
@@ -58,48 +59,48 @@ class _Group:
     waited: bool = False
     waiters: list[Task] = field(default_factory=list)
 
+    @property
+    def messages(self) -> list[_Message]:
+        return [*self.sends, *self.receives]
+
     def __str__(self) -> str:
         parts = [f"to {name_ranks(m.peer for m in self.sends)}"] if self.sends else []
         parts += [f"from {name_ranks(m.peer for m in self.receives)}"] if self.receives else []
-        return f"a group {' and '.join(parts)} in call {self.record.number}, {self.record.operation}"
+        return f"a group {' and '.join(parts)} in {self.record.place}"
 
 
-class _Said(Pending[None]):
-    """Receives that have been said: they are posted with their exchange."""
+class NcclExpected(Pending[None]):
+    """Receives that are expected: they are posted with their exchange."""
 
-    def __init__(self, line: NcclLines, record: CallRecord, messages: Sequence[WireMessage]) -> None:
+    def __init__(self, nccl: NcclQueues, record: CallRecord, messages: Sequence[WireMessage]) -> None:
         super().__init__(self._finish)
-        self._line, self._record, self.messages = line, record, messages
+        self._nccl, self._record, self.messages = nccl, record, messages
         self.group: _Group | None = None
 
     def _finish(self) -> None:
         if self.group is not None:
-            self._line.wait(self.group)
+            self._nccl.wait(self.group)
         elif self.messages:
             raise NcclRuleError(
-                f"NCCL rule 1: call {self._record.number}, {self._record.operation}: a receive was waited for before "
-                f"the exchange that posts it"
+                f"NCCL rule 1: {self._record.place}: a receive was waited for before the exchange that posts it"
             )
 
 
-class NcclLines:
-    """Everybody's line of groups."""
+class NcclQueues:
+    """Every rank's queue of groups."""
 
     def __init__(self, scheduler: Scheduler, links: Links, size: int, host_blocks: bool, connected: bool) -> None:
         self._scheduler, self._links, self._size = scheduler, links, size
         self._host_blocks, self._connected = host_blocks, connected
-        self._joined: dict[int, Task | None] = {}
-        self._lines: list[deque[_Group]] = [deque() for _ in range(size)]
+        self._joined: list[Task] = []  # who waits for the others at the first exchange
+        self._queues: list[deque[_Group]] = [deque() for _ in range(size)]
         self._ends = [0.0] * size  # when the last group of a rank was complete
-        self._unmet: dict[tuple[int, int], tuple[deque[_Message], deque[_Message]]] = defaultdict(
-            lambda: (deque(), deque())
-        )
+        # Messages of a pair of ranks that have not met: sent ones, and receives.
+        self._unmet: dict[tuple[int, int], tuple[deque[_Message], deque[_Message]]]
+        self._unmet = defaultdict(lambda: (deque(), deque()))
         self._shapes: dict[tuple[int, int], list[tuple[bool, bool, CallRecord]]] = defaultdict(list)
         self._groups: list[_Group] = []
         self.received_integers: dict[int, torch.UntypedStorage] = {}
-
-    def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> _Said:
-        return _Said(self, record, receives)
 
     def issue(self, rank: int, record: CallRecord, sends: Sequence[WireMessage], expected: Any) -> Pending[None]:
         receives = expected.messages
@@ -108,28 +109,28 @@ class NcclLines:
         if not sends and not receives:
             group.complete, group.waited = group.issued, True
             return Pending(lambda: None)
-        self._connect(rank, group)
+        self._connect(group)
         for mine, messages in ((group.sends, sends), (group.receives, receives)):
             peers = [peer for peer, _, _ in messages]
             if len(set(peers)) < len(peers):
                 twice = name_ranks({peer for peer in peers if peers.count(peer) > 1})
                 raise NcclRuleError(
-                    f"NCCL rule 3: call {record.number}, {record.operation}: rank {rank} has more than one message in "
-                    f"one direction for {twice} in a group"
+                    f"NCCL rule 3: {record.place}: rank {rank} has more than one message in one direction "
+                    f"for {twice} in a group"
                 )
             mine += [_Message(peer, tag, tensor, group) for peer, tag, tensor in messages]
         for message in group.sends:
             message.snapshot = None if message.tensor.is_meta else message.tensor.detach().clone()
-        for message in group.receives:
-            _poison(message.tensor)
-            if not message.tensor.is_floating_point() and not message.tensor.is_meta:
-                memory = message.tensor.untyped_storage()
+        for _, _, tensor in receives:
+            _poison(tensor)
+            if not tensor.is_floating_point() and not tensor.is_meta:
+                memory = tensor.untyped_storage()
                 self.received_integers[memory.data_ptr()] = memory
         self._check_mirror(group)
         self._match(group)
         self._groups.append(group)
-        self._lines[rank].append(group)
-        if len(self._lines[rank]) == 1:
+        self._queues[rank].append(group)
+        if len(self._queues[rank]) == 1:
             self._start(group)
         if self._host_blocks:
             self._block_until_complete(group)
@@ -151,20 +152,19 @@ class NcclLines:
     def _block_until_complete(self, group: _Group) -> None:
         if group.complete is None:
             group.waiters.append(self._scheduler.current)
-            self._scheduler.block(lambda: f"for {group}, behind {len(self._lines[group.rank]) - 1} more (NCCL rule 1)")
+            self._scheduler.block(lambda: f"for {group}, behind {len(self._queues[group.rank]) - 1} more (NCCL rule 1)")
 
-    def _connect(self, rank: int, group: _Group) -> None:
+    def _connect(self, group: _Group) -> None:
         """Rule 4: without an earlier connection the first exchange waits for everybody's first."""
-        if self._connected or self._joined.get(rank, self) is None:
+        if self._connected:
             return
-        self._joined[rank] = self._scheduler.current
-        if len(self._joined) < self._size:
+        if len(self._joined) + 1 < self._size:
+            self._joined.append(self._scheduler.current)
             self._scheduler.block(lambda: f"for all ranks to join at the first exchange, {group} (NCCL rule 4)")
         else:
-            for task in [task for task in self._joined.values() if task is not self._scheduler.current]:
-                if task is not None:
-                    self._scheduler.wake(task)
-            self._joined = dict.fromkeys(range(self._size))
+            self._connected = True
+            for task in self._joined:
+                self._scheduler.wake(task)
 
     def _check_mirror(self, group: _Group) -> None:
         """Rule 3: what this rank's k-th group with a peer does, the peer's k-th with it must mirror."""
@@ -178,18 +178,16 @@ class NcclLines:
                     self._object(
                         {group.rank: group.record, peer: record},
                         f"NCCL rule 3: group {len(mine)} between ranks {group.rank} and {peer} does not mirror: rank "
-                        f"{group.rank} ({_words(peer in to, peer in at)}) in call {group.record.number}, "
-                        f"{group.record.operation}; rank {peer} ({_words(sends, receives)}) in call {record.number}, "
-                        f"{record.operation}",
+                        f"{group.rank} ({_words(peer in to, peer in at)}) in {group.record.place}; rank {peer} "
+                        f"({_words(sends, receives)}) in {record.place}",
                     )
 
     def _match(self, group: _Group) -> None:
         """Rule 2: the n-th message of a pair and direction meets the n-th receive."""
-        pairs = [(group.rank, message.peer) for message in group.sends]
-        pairs += [(message.peer, group.rank) for message in group.receives]
-        for index, (pair, message) in enumerate(zip(pairs, (*group.sends, *group.receives), strict=True)):
-            sent, asked = self._unmet[pair]
-            (sent if index < len(group.sends) else asked).append(message)
+        for index, message in enumerate(group.messages):
+            sends = index < len(group.sends)
+            sent, asked = self._unmet[(group.rank, message.peer) if sends else (message.peer, group.rank)]
+            (sent if sends else asked).append(message)
             if sent and asked:
                 one, other = sent.popleft(), asked.popleft()
                 one.other, other.other = other, one
@@ -200,15 +198,14 @@ class NcclLines:
         if sent.tag != asked.tag:
             self._object(
                 {a.rank: a.record, b.rank: b.record},
-                f"NCCL rule 2: rank {b.rank}, in call {b.record.number}, {b.record.operation}, would receive what "
-                f"rank {a.rank} sent in call {a.record.number}, {a.record.operation}",
+                f"NCCL rule 2: rank {b.rank}, in {b.record.place}, would receive what rank {a.rank} sent in "
+                f"{a.record.place}",
             )
         if sent.tensor.numel() != asked.tensor.numel() or sent.tensor.dtype != asked.tensor.dtype:
             self._object(
                 {},
-                f"NCCL rule 2: call {a.record.number}, {a.record.operation}: rank {a.rank} sent "
-                f"{sent.tensor.numel()} x {sent.tensor.dtype}, rank {b.rank} expects {asked.tensor.numel()} x "
-                f"{asked.tensor.dtype}",
+                f"NCCL rule 2: {a.record.place}: rank {a.rank} sent {sent.tensor.numel()} x {sent.tensor.dtype}, rank "
+                f"{b.rank} expects {asked.tensor.numel()} x {asked.tensor.dtype}",
             )
 
     def _object(self, records: dict[int, CallRecord], words: str) -> None:
@@ -227,21 +224,21 @@ class NcclLines:
             if group.started is None:
                 group.started = max(group.issued, self._ends[group.rank])
             touched = {id(group): group}
-            for message in (*group.sends, *group.receives):
+            for message in group.messages:
                 other = message.other
                 if message.arrival is None and other is not None and other.group.started is not None:
                     self._move(*((message, other) if message in group.sends else (other, message)))
                     touched[id(other.group)] = other.group
             for one in touched.values():
-                if one.complete is None and all(m.arrival is not None for m in (*one.sends, *one.receives)):
-                    one.complete = max(m.arrival or 0.0 for m in (*one.sends, *one.receives))
-                    line = self._lines[one.rank]
-                    assert line.popleft() is one
+                if one.complete is None and all(message.arrival is not None for message in one.messages):
+                    one.complete = max(message.arrival or 0.0 for message in one.messages)
+                    queue = self._queues[one.rank]
+                    assert queue.popleft() is one
                     self._ends[one.rank] = one.complete
                     for task in one.waiters:
                         self._scheduler.wake(task)
-                    if line:
-                        todo.append(line[0])
+                    if queue:
+                        todo.append(queue[0])
 
     def _move(self, sent: _Message, asked: _Message) -> None:
         """Rule 6: the message is read now."""
@@ -250,8 +247,8 @@ class NcclLines:
             now = sent.tensor.detach()
             if not torch.equal(_bits(now), _bits(sent.snapshot)):
                 raise NcclRuleError(
-                    f"NCCL rule 6: call {a.record.number}, {a.record.operation}: rank {a.rank} changed what it sends "
-                    f"to rank {b.rank} before it had been sent"
+                    f"NCCL rule 6: {a.record.place}: rank {a.rank} changed what it sends to rank {b.rank} before it "
+                    f"had been sent"
                 )
             asked.arrived = now.clone()
         assert a.started is not None and b.started is not None
@@ -277,10 +274,27 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        return
-    with torch.no_grad():
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-        elif tensor.dtype != torch.bool:
-            tensor.fill_(torch.iinfo(tensor.dtype).max)
+    if not tensor.is_meta and tensor.dtype != torch.bool:
+        with torch.no_grad():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+
+_READS = {getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__int__", "__bool__", "__index__")}
+
+
+class HostReads(TorchFunctionMode):
+    """Rule 8: finds the host reading received integers. Active in every thread of such a world."""
+
+    def __init__(self, nccl: NcclQueues, rank: int) -> None:
+        super().__init__()
+        self._nccl, self._rank = nccl, rank
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            tensor = args[0]
+            if not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._nccl.received_integers:
+                raise NcclRuleError(
+                    f"NCCL rule 8: rank {self._rank} reads received integers {list(tensor.shape)} on the host; gather "
+                    f"them as metadata, over the CPU side"
+                )
+        return func(*args, **(kwargs or {}))

@@ -1,9 +1,9 @@
 """The network of a virtual world: when a message leaves, when it arrives, and who waits for it.
 
 "ideal": a message leaves when it is sent, messages of a rank leave one after the other, and a send is over when it has
-arrived. "gloo": a message leaves when it is sent and the receiver's word that it is ready has come; the receiver gives
-that word when it posts the receive, and it takes a delay. The messages of a rank share its link, as TCP connections
-do, and a send is over when it leaves: the system's buffers take it. (NCCL's network is in `nccl`.)
+arrived. "gloo": a message leaves when it is sent and the receiver's notice that it is ready has come; that is sent when
+the receive is posted, and takes a delay. The messages of a rank share its link, as TCP connections do, and
+a send is over when it leaves: the system's buffers take it. (NCCL's network is in `nccl`.)
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Route:
     flights: dict[int, Flight] = field(default_factory=lambda: defaultdict(Flight))
 
 
-class Mail:
+class TaggedMessages:
     """Messages that meet by peer and tag, whatever else is on its way."""
 
     def __init__(self, scheduler: Scheduler, links: Links, tcp: Machine | None = None) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
-from weft.comm.lane import without_gradients
 from weft.comm.ledger import Event, Ledger
-from weft.comm.wire import Pending, WireMessage
+from weft.comm.wire import Pending, WireMessage, without_gradients
 from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, diagnose, error_of, name_ranks
-from weft.world.cost import counting
-from weft.world.host_reads import HostReads
-from weft.world.machine import Machine
-from weft.world.nccl import NcclLines
-from weft.world.network import Links, Mail
+from weft.world.machine import Machine, counting
+from weft.world.nccl import HostReads, NcclExpected, NcclQueues
+from weft.world.network import Links, TaggedMessages
 from weft.world.scheduler import Scheduler, Task
 
 T = TypeVar("T")
@@ -45,7 +43,7 @@ class WorldRun(Generic[T]):
 class VirtualWorld:
     """``size`` ranks as threads of this process, one at a time, in the order of their virtual clocks.
 
-    ``rules`` says how messages behave. "ideal": each on its own. "gloo": one also waits for the word that its receive
+    ``rules`` says how messages behave. "ideal": each on its own. "gloo": one also waits for the notice that its receive
     is posted (see `weft.world.network`). "nccl": with NCCL's rules, and what breaks one is an error (see
     `weft.world.nccl`); every program is then run twice, with the host blocked at each issue and with the host free.
 
@@ -67,29 +65,36 @@ class VirtualWorld:
         calls, or the first exception of a rank with a note of which rank it was.
         """
         if self.rules == "nccl":
-            _Switchboard(self, host_blocks=True).run(fn)
-        return _Switchboard(self).run(fn)
+            _WorldState(self, host_blocks=True).run(fn)
+        return _WorldState(self).run(fn)
 
 
-class _Switchboard:
+@dataclass
+class _Comparison:
+    """A call that its ranks compare before it begins: who has made it, who waits for the others, what is wrong."""
+
+    records: dict[int, CallRecord] = field(default_factory=dict)
+    waiting: list[Task] = field(default_factory=list)
+    diagnosis: Fault | None = None
+
+
+class _WorldState:
     """The shared side of one run: the network, the scheduler and what ranks leave for each other."""
 
     def __init__(self, world: VirtualWorld, host_blocks: bool = False, connected: bool = True) -> None:
         self.size, self.machine = world.size, world.machine
         self.scheduler = Scheduler(world.size, self._explain_deadlock)
         links = Links(world.size, world.machine)
-        self.mail = Mail(self.scheduler, links, tcp=world.machine if world.rules == "gloo" else None)
-        self.lines: NcclLines | None = None
+        self.messages = TaggedMessages(self.scheduler, links, tcp=world.machine if world.rules == "gloo" else None)
+        self.nccl: NcclQueues | None = None
         if world.rules == "nccl":
-            self.lines = NcclLines(self.scheduler, links, world.size, host_blocks, connected)
+            self.nccl = NcclQueues(self.scheduler, links, world.size, host_blocks, connected)
         self.ledgers = [Ledger() for _ in range(world.size)]
         self.operators: list[Event] = []
         self.known: dict[Any, Any] = {}
         self.calls: list[dict[str, CallRecord]] = [{} for _ in range(world.size)]
         self.refusals: list[CallRecord | None] = [None] * world.size
-        self.comparing: dict[tuple[str, int], dict[int, CallRecord]] = defaultdict(dict)
-        self.diagnoses: dict[tuple[str, int], Fault | None] = {}
-        self.readers: dict[tuple[str, int], list[Task]] = defaultdict(list)
+        self.comparing: dict[tuple[str, int], _Comparison] = defaultdict(_Comparison)
 
     def run(self, fn: Callable[[Axis], T]) -> WorldRun[T]:
         results: list[Any] = [None] * self.size
@@ -99,15 +104,15 @@ class _Switchboard:
             axis = Axis.over(VirtualWire(self, rank))
             with self.inside(axis):
                 results[rank] = fn(axis)
-            if self.lines is not None:
-                self.lines.check_end(rank)
+            if self.nccl is not None:
+                self.nccl.check_end(rank)
             ends[rank] = self.scheduler.current.clock
 
         for rank in range(self.size):
             self.scheduler.spawn(rank, 0.0, lambda rank=rank: live(rank))  # type: ignore[misc]
         self.scheduler.run()
-        if self.lines is not None:
-            self.lines.check_end()
+        if self.nccl is not None:
+            self.nccl.check_end()
         timeline = Ledger.merge([*self.ledgers, Ledger(self.operators)])
         return WorldRun(results, self.ledgers, max(ends) if self.machine else None, timeline)
 
@@ -116,7 +121,7 @@ class _Switchboard:
         """This thread is part of a rank: its WORLD, its ledger, its clock."""
         enter_world(axis)
         ledger.attach(self.ledgers[axis.wire.rank])
-        reads = nullcontext() if self.lines is None else HostReads(self.lines, axis.wire.rank)
+        reads = nullcontext() if self.nccl is None else HostReads(self.nccl, axis.wire.rank)
         costs = nullcontext() if self.machine is None else counting(self.machine, self.spend, self.known)
         with reads, costs:
             yield
@@ -141,51 +146,49 @@ class _Switchboard:
                 return error_of(diagnosis)
         rows = [f"rank {task.rank} waits {task.waits_for()}" for task in blocked[:16] if task.waits_for]
         more = f"; and {len(blocked) - 16} more" if len(blocked) > 16 else ""
-        kind = DeadlockError if self.lines is None else NcclRuleError
+        kind = DeadlockError if self.nccl is None else NcclRuleError
         return kind(f"deadlock in a virtual world of {self.size}: {'; '.join(rows)}{more}")
 
 
 class VirtualWire:
-    """One virtual rank's end of the switchboard."""
+    """One virtual rank's end of the world."""
 
     host = torch.device("cpu")
 
-    def __init__(self, board: _Switchboard, rank: int) -> None:
-        self._board, self.rank, self.size = board, rank, board.size
-        self.numbers = range(board.size)
+    def __init__(self, world: _WorldState, rank: int) -> None:
+        self._world, self.rank, self.size = world, rank, world.size
+        self.numbers = range(world.size)
 
     def clock(self) -> float:
-        return self._board.scheduler.current.clock
+        return self._world.scheduler.current.clock
 
     def spend(self, what: str, seconds: float) -> None:
         """Let this rank compute for so long, in a world with a machine."""
-        self._board.spend(what, seconds)
+        self._world.spend(what, seconds)
 
     def announce(self, record: CallRecord) -> None:
-        self._board.calls[self.rank][record.counter] = record
-        self._board.refusals[self.rank] = None
+        self._world.calls[self.rank][record.counter] = record
+        self._world.refusals[self.rank] = None
 
     def refuse(self, record: CallRecord) -> None:
-        self._board.refusals[self.rank] = record
+        self._world.refusals[self.rank] = record
 
     def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
-        lines = self._board.lines
-        if lines is not None:
-            return lines.expect(record, receives)
-        return self._board.mail.expect(self.rank, record, receives)
+        if self._world.nccl is not None:
+            return NcclExpected(self._world.nccl, record, receives)
+        return self._world.messages.expect(self.rank, record, receives)
 
     def exchange(self, record: CallRecord, sends: Sequence[WireMessage], expected: Pending[None]) -> Pending[None]:
-        lines = self._board.lines
-        if lines is not None:
-            return lines.issue(self.rank, record, sends, expected)
+        if self._world.nccl is not None:
+            return self._world.nccl.issue(self.rank, record, sends, expected)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # a network's copies cost no rank time
-            return self._both(expected, self._board.mail.send(self.rank, record, sends))
+            return self._both(expected, self._world.messages.send(self.rank, record, sends))
 
     def exchange_on_host(
         self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
     ) -> Pending[None]:
-        mail = self._board.mail
-        return self._both(mail.expect(self.rank, record, receives), mail.send(self.rank, record, sends))
+        messages = self._world.messages
+        return self._both(messages.expect(self.rank, record, receives), messages.send(self.rank, record, sends))
 
     @staticmethod
     def _both(expected: Pending[None], sent: Pending[None]) -> Pending[None]:
@@ -198,40 +201,37 @@ class VirtualWire:
 
     def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
         """Fork the rank's clock: the schedule's time passes beside the caller's."""
-        scheduler = self._board.scheduler
-        if self._board.lines is not None:
+        scheduler = self._world.scheduler
+        if self._world.nccl is not None:
             return self._start_inline(schedule)
-        outcome: list[T] = []
-        failure: list[BaseException] = []
+        future: Future[T] = Future()
         axis, context = Axis.of(None), without_gradients()
 
         def body() -> None:
-            with context, self._board.inside(axis):
+            with context, self._world.inside(axis):
                 try:
-                    outcome.append(schedule())
+                    future.set_result(schedule())
                 except Exception as error:  # raised in the caller, who waits for it
-                    failure.append(error)
+                    future.set_exception(error)
 
         task = scheduler.spawn(self.rank, scheduler.current.clock, body)
 
         def finish() -> T:
             scheduler.join(task)
-            if failure:
-                raise failure[0]
-            return outcome[0]
+            return future.result()
 
         return Pending(finish)
 
     def _start_inline(self, schedule: Callable[[], T]) -> Pending[T]:
         """As on a side stream: issued now, in the order of the host, while the main line's clock stands still."""
-        task = self._board.scheduler.current
+        task = self._world.scheduler.current
         start = task.clock
         with without_gradients():
             value = schedule()
         end, task.clock = task.clock, start
 
         def finish() -> T:
-            current = self._board.scheduler.current
+            current = self._world.scheduler.current
             current.clock = max(current.clock, end)
             return value
 
@@ -239,20 +239,19 @@ class VirtualWire:
 
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
         """Wait until every member has made this call, then compare: costs no virtual time and no message."""
-        board, scheduler = self._board, self._board.scheduler
-        where = (record.counter, record.number)
-        posted = board.comparing[where]
-        posted[self.rank] = record
-        if len(posted) < len(members):
-            board.readers[where].append(scheduler.current)
+        world, scheduler, where = self._world, self._world.scheduler, (record.counter, record.number)
+        comparison = world.comparing[where]
+        records = comparison.records
+        records[self.rank] = record
+        if len(records) < len(members):
+            comparison.waiting.append(scheduler.current)
             scheduler.block(
-                lambda: f"for {name_ranks(set(members) - set(posted))} to make call {record.number}, {record}"
+                lambda: f"for {name_ranks(set(members) - set(records))} to make call {record.number}, {record}"
             )
         else:
-            records = {index: posted[member] for index, member in enumerate(members)}
-            board.diagnoses[where] = diagnose(records, len(members))
-            del board.comparing[where]
-            for reader in board.readers.pop(where, []):
-                scheduler.wake(reader)
-        if (diagnosis := board.diagnoses[where]) is not None:
-            raise error_of(diagnosis if record.fault is None else record.fault)
+            comparison.diagnosis = diagnose({at: records[one] for at, one in enumerate(members)}, len(members))
+            del world.comparing[where]
+            for task in comparison.waiting:
+                scheduler.wake(task)
+        if comparison.diagnosis is not None:
+            raise error_of(comparison.diagnosis if record.fault is None else record.fault)

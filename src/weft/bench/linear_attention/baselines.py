@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call
-from weft.comm.schedule import ScheduleExecutor
+from weft.comm.schedule import Path, ScheduleExecutor
 from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
 from weft.ops.linear_attention.state_scan import Kernel
 from weft.ops.scan import Affine, Form, schedule
@@ -91,7 +91,7 @@ def _travel(call: Call, kernel: Kernel, name: str, blocks: int, arrived: Tensor 
     log, state = kernel.maps
     own, form = Affine.of(state, log), Form.of(state, log)
     if name == "zeco":
-        path = call.path()
+        path = Path.along(call)
         chain = ScheduleExecutor(call, [(path, schedule("pipeline", path, form, blocks))])
         pending = call.start(lambda lane: chain.run(lane, [own]), state.device)
         kernel.intra()

@@ -16,7 +16,7 @@ from weft.comm.arguments import (
     show,
     the_choice,
 )
-from weft.comm.eager import eager
+from weft.comm.function import eager
 from weft.ops.attention.distributed import METHODS, Attention
 from weft.ops.attention.gather import find_strides_fault
 from weft.ops.attention.plan import Options

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call, Pending
 from weft.comm.arguments import read, show, the_choice
-from weft.comm.coalesced import exchange_coalesced
+from weft.comm.call import exchange_coalesced
 from weft.ops.embedding.compact import segment_sum
 from weft.ops.embedding.ids import IdSet, find_ids_fault, find_tables_fault
 from weft.ops.embedding.ownership import KINDS, Ownership, find_ownership_fault

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call
-from weft.comm.coalesced import exchange_coalesced
+from weft.comm.call import exchange_coalesced
 from weft.ops.embedding.exchange import RowExchange
 from weft.ops.embedding.table import RowTable
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, read
-from weft.comm.eager import eager
+from weft.comm.function import eager
 from weft.comm.modes import outside_modes
 from weft.ops.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.ops.embedding.exchange import RowExchange

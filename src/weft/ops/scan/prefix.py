@@ -17,9 +17,8 @@ from weft.comm.arguments import (
     read,
     the_choice,
 )
-from weft.comm.eager import eager
-from weft.comm.function import RankFunction
-from weft.comm.schedule import ScheduleExecutor
+from weft.comm.function import RankFunction, eager
+from weft.comm.schedule import Path, ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import METHODS, schedule
 from weft.ops.sequence.layout import DTYPES
@@ -106,7 +105,7 @@ class ExclusiveScan(RankFunction):
         entering = None
         if axis.size > 1:
             form = Form.of(state, log_decay, applied)
-            path = call.path().reversed() if reverse else call.path()
+            path = Path.along(call).reversed() if reverse else Path.along(call)
             scan = ScheduleExecutor(call, [(path, schedule(method, path, form, blocks))])
             (entering,) = scan.run(call, [Affine.of(state.to(form.dtype), log_decay, applied)])
         result = state.new_zeros(state.shape) if entering is None else entering.to(state.dtype)

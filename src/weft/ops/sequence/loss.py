@@ -12,8 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import at, find_number_fault, find_tensor_fault, read
-from weft.comm.eager import eager
-from weft.comm.function import RankFunction
+from weft.comm.function import RankFunction, eager
 from weft.errors import name_ranks
 from weft.ops.sequence.layout import DTYPES
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_integer_fault, find_tensor_fault, read
-from weft.comm.eager import eager
-from weft.comm.function import RankFunction
+from weft.comm.function import RankFunction, eager
 from weft.ops.sequence.layout import (
     Bounds,
     Sequence,

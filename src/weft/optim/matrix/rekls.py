@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.arguments import at, find_choice_fault, find_flag_fault, find_integer_fault, read, show
 from weft.comm.wire import SoloWire
-from weft.errors import as_told
+from weft.errors import as_fault
 from weft.ops.embedding import RowTable
 from weft.optim.matrix.engine import MatrixOptimizer
 from weft.optim.matrix.plan import RULES, find_placements
@@ -110,7 +110,7 @@ class REKLS(MatrixOptimizer):
         try:
             super().add_param_group(param_group)
         except Exception as error:  # torch's words
-            self._refuse(as_told("REKLS: the parameters cannot be taken", error, at(self._rank)))
+            self._refuse(as_fault("REKLS: the parameters cannot be taken", error, at(self._rank)))
         group = self.param_groups[-1]
         try:
             self._place(len(self.param_groups) - 1, group)

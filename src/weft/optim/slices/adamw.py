@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
 from weft.comm.modes import outside_autocast
-from weft.errors import as_told
+from weft.errors import as_fault
 from weft.optim.owners import Held, Owners
 from weft.optim.slices.layout import (
     Bucket,
@@ -122,7 +122,7 @@ class ShardedAdamW(StepPart):
 
     def _refuse(self, error: Exception) -> NoReturn:
         rank = self._axis.rank
-        self._axis.refuse(_ADD, as_told("ShardedAdamW: the parameters cannot be taken", error, at(rank)), metadata=0)
+        self._axis.refuse(_ADD, as_fault("ShardedAdamW: the parameters cannot be taken", error, at(rank)), metadata=0)
 
     def _place(self, parameters: list[Tensor]) -> None:
         """Cut parameters into buckets and slices, and make the state of what this rank owns."""

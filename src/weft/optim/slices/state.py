@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.coalesced import exchange_coalesced
+from weft.comm.call import exchange_coalesced
 from weft.optim.slices.layout import Range, row_ranges
 from weft.parallel.dtensor import as_dtensor, has_process_group, rows_here, whole_of
 

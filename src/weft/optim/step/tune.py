@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from weft.comm import Axis
 from weft.comm.arguments import show
-from weft.comm.text import share_text
+from weft.comm.metadata import gather_text
 from weft.optim.step.orders import Orders, Unit
 from weft.optim.step.record import StepRecord
 from weft.optim.step.replay import Profile, World, replay
@@ -93,7 +93,7 @@ def tune(step: Tunable, world: World, tries: int, measure: int) -> Tuning:
         fixed = {unit.name for unit in step.units if not unit.part.sends_in_step}
         found = _write(search(world, profiles, step.orders, fixed, tries))
     for axis in axes:
-        found = next((text for text in share_text(axis, "OverlappedStep.tune", found) if text), "")
+        found = next((text for text in gather_text(axis, "OverlappedStep.tune", found) if text), "")
     tried = _read(found)
     if axes and all(has_process_group(axis) for axis in axes):
         tried = _measure(step, tried, measure)
@@ -121,7 +121,7 @@ def gather_profiles(axes: Sequence[Axis], mine: Profile) -> dict[int, Profile]:
     """Every rank's profile, by its number: gathered along one axis after the other."""
     known: dict[str, Any] = {str(_own_number(axes)): asdict(mine)}
     for axis in axes:
-        for text in share_text(axis, "OverlappedStep.tune", json.dumps(known)):
+        for text in gather_text(axis, "OverlappedStep.tune", json.dumps(known)):
             known.update(json.loads(text))
     return {int(number): Profile.read(saved) for number, saved in known.items()}
 
