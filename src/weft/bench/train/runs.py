@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.bench.timing import busy_seconds, line_up
-from weft.bench.train.message_replay import Tape, with_replay
-from weft.bench.train.plain_train import PlainTrainer
-from weft.bench.train.sockets import sent_bytes
-from weft.comm import Axis, Ledger, record
-from weft.parallel.mesh import ParallelMesh, make_mesh
-from weft.train.batches import Batch
+import torch
+
+from weft.bench.timing import busy_seconds, line_up, sent_bytes
+from weft.bench.train.plain import PlainTrainer, bytes_by_family
+from weft.bench.train.replay import ReplayTrainer
+from weft.comm import Axis, record
+from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig
-from weft.train.metrics import FAMILIES, family_of
 from weft.train.trainer import Trainer
 
-WEFT, PLAIN, REPLAY = "weft", "plain pieces", "messages already there"
+WEFT, PLAIN, NO_MESSAGES = "weft", "plain pieces", "messages already there"
+KINDS: dict[str, type[Trainer]] = {WEFT: Trainer, PLAIN: PlainTrainer, NO_MESSAGES: ReplayTrainer}
+_made: dict[str, Trainer] = {}  # of this rank
 
 
 @dataclass(frozen=True)
@@ -35,40 +36,6 @@ class Sample:
     sent: dict[str, int]
     kernel_sent: int | None
     machine: float | None
-
-
-class _Again:
-    """One batch, again and again."""
-
-    position = 0
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def __next__(self) -> Batch:
-        return self._batch
-
-    def peek(self) -> Batch:
-        return self._batch
-
-    def close(self) -> None:
-        pass
-
-
-class ReplayedTrainer(Trainer):
-    """A trainer whose steps, all on one batch, can be taken without communication: see `Tape`."""
-
-    def __init__(self, config: TrainConfig, mesh: ParallelMesh) -> None:
-        self.tape = Tape()
-        # Ranks tell each other the rates, and what they told must be right again: they stay the same.
-        super().__init__(replace(config, warmup=0, lr_end=1.0), with_replay(mesh, self.tape))
-        batches: Any = self._batches
-        self._batches: Any = _Again(next(batches))
-        batches.close()
-
-
-KINDS: dict[str, type[Trainer]] = {WEFT: Trainer, PLAIN: PlainTrainer, REPLAY: ReplayedTrainer}
-_made: dict[str, Trainer] = {}  # of this rank
 
 
 def make_config(shape: tuple[int, int, int], **settings: Any) -> TrainConfig:
@@ -89,10 +56,8 @@ def prepare(axis: Axis, kinds: tuple[str, ...], config: TrainConfig, warm_steps:
         _made[kind] = trainer = KINDS[kind](config, mesh)
         for _ in range(warm_steps):
             trainer.take_step()
-        if isinstance(trainer, ReplayedTrainer):
-            for mode in ("recording", "through"):  # what began in the recorded step ends in the next
-                trainer.tape.wind(mode)
-                trainer.take_step()
+        if isinstance(trainer, ReplayTrainer):
+            trainer.record_step()
 
 
 def give_up(axis: Axis) -> None:
@@ -103,19 +68,24 @@ def give_up(axis: Axis) -> None:
     gc.collect()
 
 
+def set_threads(axis: Axis, threads: int) -> None:
+    """Of this rank."""
+    torch.set_num_threads(threads)
+
+
 def sample(axis: Axis, kinds: tuple[str, ...]) -> dict[str, Sample]:
     """One step of each, in this order."""
     return {kind: _measure(axis, _made[kind]) for kind in kinds}
 
 
-def sample_replay(axis: Axis, modes: tuple[str, ...]) -> dict[str, Sample]:
-    """A step on the same batch in each mode of a `Tape`, the second in it: a step begins with rows fetched before."""
-    trainer, found = _made[REPLAY], {}
-    assert isinstance(trainer, ReplayedTrainer)
+def sample_modes(axis: Axis, modes: tuple[str, ...]) -> dict[str, Sample]:
+    """A step on the same batch in each mode of `ReplayTrainer`, the second in it: the first has rows from before."""
+    trainer, found = _made[NO_MESSAGES], {}
+    assert isinstance(trainer, ReplayTrainer)
     for mode in modes:
         for _ in range(2):
             line_up(axis)
-            trainer.tape.wind(mode)
+            trainer.recording.begin_step(mode)
             found[mode] = _measure(axis, trainer)
     return found
 
@@ -130,13 +100,6 @@ def _measure(axis: Axis, trainer: Trainer) -> Sample:
     line_up(axis)
     after, used = sent_bytes(), busy_seconds()
     waited = sum(end - start for operation, start, end in ledger.exposed if operation != "train.metrics")
-    sent = trainer.sent_bytes(ledger) if isinstance(trainer, PlainTrainer) else _by_family(ledger)
+    sent = trainer.sent_bytes(ledger) if isinstance(trainer, PlainTrainer) else bytes_by_family(ledger)
     kernel = None if before is None or after is None else after - before
     return Sample(wall, cpu, waited, sent, kernel, None if busy is None or used is None else used - busy)
-
-
-def _by_family(ledger: Ledger) -> dict[str, int]:
-    sent = dict.fromkeys(FAMILIES, 0)
-    for event in ledger.events:
-        sent[family_of(event.operation)] += event.bytes_sent
-    return sent

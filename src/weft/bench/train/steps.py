@@ -5,31 +5,20 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import torch
-
 from weft.bench.report import Column, Layout, Report
-from weft.bench.train.train_runs import (
-    PLAIN,
-    REPLAY,
-    WEFT,
-    Sample,
-    give_up,
-    make_config,
-    prepare,
-    sample,
-    sample_replay,
-)
+from weft.bench.train import runs
+from weft.bench.train.replay import LIVE, REPLAY
+from weft.bench.train.runs import NO_MESSAGES, PLAIN, WEFT, Sample, make_config, prepare
 from weft.bench.world import RankPool
-from weft.comm import Axis
 from weft.train.metrics import FAMILIES
 from weft.world.launch import ProcessWorld
 
 ONE, TWO, FOUR = (1, 1, 1), (1, 2, 1), (2, 2, 1)
 ONE_PROCESS, ONE_THREAD, TWO_RANKS = "one process, 2 threads", "one process, 1 thread", "cp 2"
-MODES = ("through", "playing")
 RUNNING = "as it runs"
 _TIMES = (
     Column("milliseconds", "ms", "{:,.0f}"),
@@ -56,7 +45,8 @@ COLUMNS = {
         *(Column(name, name, "{:,.3f}") for name in FAMILIES),
     ),
 }  # fmt: skip
-Samples = list[list[dict[str, Sample]]]  # [turn][rank][case]
+Turns = list[list[Sample]]  # [turn][rank] of one case
+TakeTurns = Callable[..., None]  # see `_take_turns`
 
 
 def layouts(settings: dict[str, Any], rows: int) -> dict[str, Layout]:
@@ -84,16 +74,35 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, settings:
     if joined and pool.reports:
         print("train: 2 ranks beside one process are left out under torchrun", file=sys.stderr)
     with report.progress((2 if joined else 3) * repeats, "train") as advance:
+        take_turns = partial(_take_turns, repeats, advance)
         if not joined:
-            _two_ranks(report, repeats, warm_steps, settings, advance)
-        _exposed(pool, report, repeats, warm_steps, settings, advance)
-        _plain(pool, report, repeats, warm_steps, settings | {"table_rows": rows}, advance)
-        pool.run(give_up)
+            _two_ranks(report, take_turns, warm_steps, settings)
+        _exposed(pool, report, take_turns, warm_steps, settings)
+        _plain(pool, report, take_turns, warm_steps, settings | {"table_rows": rows})
+        pool.run(runs.give_up)
 
 
-def _two_ranks(
-    report: Report, repeats: int, warm_steps: int, settings: dict[str, Any], advance: Callable[[], None]
-) -> None:
+def _take_turns(
+    repeats: int, advance: Callable[[], None], cases: tuple[str, ...],
+    measure: Callable[[tuple[str, ...]], Mapping[str, list[Sample]]], add_rows: Callable[[dict[str, Turns]], None],
+) -> None:  # fmt: skip
+    """``measure`` the cases in turn, forth and back, and ``add_rows`` of what there is, also when the user stops."""
+    found: dict[str, Turns] = {case: [] for case in cases}
+    try:
+        for turn in range(repeats):
+            for case, ranks in measure(cases[:: -1 if turn % 2 else 1]).items():
+                found[case].append(ranks)
+            advance()
+    finally:
+        if found[cases[-1]]:
+            add_rows(found)
+
+
+def _by_case(taken: list[dict[str, Sample]]) -> dict[str, list[Sample]]:
+    return {case: [rank[case] for rank in taken] for case in taken[0]}
+
+
+def _two_ranks(report: Report, take_turns: TakeTurns, warm_steps: int, settings: dict[str, Any]) -> None:
     """One process and two ranks are worlds of their own, which take turns; who has none waits and uses no processor.
 
     One thread stands beside two: where a second thread does not help, two ranks are compared with little.
@@ -102,62 +111,41 @@ def _two_ranks(
         worlds = {ONE_PROCESS: (one, 2), ONE_THREAD: (one, 1), TWO_RANKS: (two, 1)}
         for world, shape in ((one, ONE), (two, TWO)):
             world.run(prepare, (WEFT,), make_config(shape, **settings), warm_steps)
-        taken: dict[str, Samples] = {name: [] for name in worlds}
-        try:
-            for turn in range(repeats):
-                for name in list(worlds)[:: -1 if turn % 2 else 1]:
-                    world, threads = worlds[name]
-                    world.run(set_threads, threads)
-                    taken[name].append(world.run(sample, (WEFT,)))
-                advance()
-        finally:
-            turns = min(len(samples) for samples in taken.values())
-            found = {name: _turns(samples[:turns], WEFT) for name, samples in taken.items()}
-            for name in worlds if turns else ():
-                ratios = {
-                    key: _ratio(found[name], found[base])
-                    for key, base in (("ratio", ONE_PROCESS), ("to_thread", ONE_THREAD))
-                }
-                report.add("two ranks", {"case": name, **_times(found[name]), **ratios})
+
+        def measure(cases: tuple[str, ...]) -> dict[str, list[Sample]]:
+            found = {}
+            for case in cases:
+                world, threads = worlds[case]
+                world.run(runs.set_threads, threads)
+                found[case] = [rank[WEFT] for rank in world.run(runs.sample, (WEFT,))]
+            return found
+
+        def add_rows(found: dict[str, Turns]) -> None:
+            for case, turns in found.items():
+                ratios = {"ratio": _ratio(turns, found[ONE_PROCESS]), "to_thread": _ratio(turns, found[ONE_THREAD])}
+                report.add("two ranks", {"case": case, **_times(turns), **ratios})
+
+        take_turns(tuple(worlds), measure, add_rows)
 
 
-def set_threads(axis: Axis, threads: int) -> None:
-    """Of this rank."""
-    torch.set_num_threads(threads)
+def _exposed(pool: RankPool, report: Report, take_turns: TakeTurns, warm_steps: int, settings: dict[str, Any]) -> None:
+    pool.run(prepare, (NO_MESSAGES,), make_config(FOUR, **settings), warm_steps)
+
+    def add_rows(found: dict[str, Turns]) -> None:
+        spent = 100 * (1 - _ratio(found[REPLAY], found[LIVE]))
+        report.add("exposed", {"case": RUNNING, **_times(found[LIVE]), "percent": spent})
+        report.add("exposed", {"case": NO_MESSAGES, **_times(found[REPLAY])})
+
+    take_turns((LIVE, REPLAY), lambda modes: _by_case(pool.run(runs.sample_modes, modes)), add_rows)
 
 
-def _exposed(
-    pool: RankPool, report: Report, repeats: int, warm_steps: int, settings: dict[str, Any],
-    advance: Callable[[], None],
-) -> None:  # fmt: skip
-    pool.run(prepare, (REPLAY,), make_config(FOUR, **settings), warm_steps)
-    samples: Samples = []
-    try:
-        for turn in range(repeats):
-            samples.append(pool.run(sample_replay, MODES[:: -1 if turn % 2 else 1]))
-            advance()
-    finally:
-        if samples:
-            real, replayed = (_turns(samples, mode) for mode in MODES)
-            spent = 100 * (1 - _ratio(replayed, real))
-            report.add("exposed", {"case": RUNNING, **_times(real), "percent": spent})
-            report.add("exposed", {"case": REPLAY, **_times(replayed)})
+def _plain(pool: RankPool, report: Report, take_turns: TakeTurns, warm_steps: int, settings: dict[str, Any]) -> None:
+    pool.run(prepare, (WEFT, PLAIN), make_config(FOUR, **settings), warm_steps)
 
-
-def _plain(
-    pool: RankPool, report: Report, repeats: int, warm_steps: int, settings: dict[str, Any],
-    advance: Callable[[], None],
-) -> None:  # fmt: skip
-    kinds, samples = (WEFT, PLAIN), []
-    pool.run(prepare, kinds, make_config(FOUR, **settings), warm_steps)
-    try:
-        for turn in range(repeats):
-            samples.append(pool.run(sample, kinds[:: -1 if turn % 2 else 1]))
-            advance()
-    finally:
-        found = {kind: _turns(samples, kind) for kind in kinds} if samples else {}
+    def add_rows(found: dict[str, Turns]) -> None:
+        ours = _times(found[WEFT])
         for kind, turns in found.items():
-            times, ours = _times(turns), _times(found[WEFT])
+            times = _times(turns)
             report.add("plain", {
                 "case": kind, **times, "ratio": _ratio(turns, found[WEFT]),
                 "more": times["megabytes"] / ours["megabytes"],
@@ -168,27 +156,25 @@ def _plain(
             sent = {name: sum(rank.sent[name] for rank in turns[-1]) / 1e6 for name in FAMILIES}
             report.add("families", {"case": kind, **sent})
 
-
-def _turns(samples: Samples, case: str) -> list[list[Sample]]:
-    return [[rank[case] for rank in turn] for turn in samples]
+    take_turns((WEFT, PLAIN), lambda kinds: _by_case(pool.run(runs.sample, kinds)), add_rows)
 
 
-def _wall(turns: Sequence[Sequence[Sample]]) -> list[float]:
+def _wall(turns: Turns) -> list[float]:
     """Of the slowest rank."""
     return [max(rank.wall for rank in turn) for turn in turns]
 
 
-def _ratio(turns: Sequence[Sequence[Sample]], base: Sequence[Sequence[Sample]]) -> float:
+def _ratio(turns: Turns, base: Turns) -> float:
     """Turn by turn: what else the machine did slowed both."""
     return statistics.median(one / other for one, other in zip(_wall(turns), _wall(base), strict=True))
 
 
-def _times(turns: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+def _times(turns: Turns) -> dict[str, Any]:
     last = turns[-1]
     kernel = [rank.kernel_sent for rank in last if rank.kernel_sent is not None]
     cores = min(max(2, len(last)), os.cpu_count() or 1)  # one process has 2 threads
     busy = (sum(rank.cpu for rank in turn) / max(rank.wall for rank in turn) for turn in turns)
-    strangers = [
+    others = [
         max(0.0, turn[0].machine - sum(rank.cpu for rank in turn)) / max(rank.wall for rank in turn)
         for turn in turns
         if turn[0].machine is not None
@@ -199,7 +185,7 @@ def _times(turns: Sequence[Sequence[Sample]]) -> dict[str, Any]:
         "cpu_milliseconds": 1e3 * statistics.median(sum(rank.cpu for rank in turn) for turn in turns),
         "wait_percent": 100 * statistics.mean(shares),
         "idle_percent": 100 * (1 - statistics.mean(busy) / cores),
-        "others_percent": 100 * statistics.mean(strangers) / cores if strangers else None,
+        "others_percent": 100 * statistics.mean(others) / cores if others else None,
         "megabytes": sum(sum(rank.sent.values()) for rank in last) / 1e6,
         "kernel_megabytes": sum(kernel) / 1e6 if kernel else None,
         "samples": len(turns),
