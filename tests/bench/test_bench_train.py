@@ -14,7 +14,7 @@ from worlds import virtual_world
 
 import weft
 from weft.bench.timing import line_up, sent_bytes
-from weft.bench.train.plain import METHODS, PlainTrainer, count_on_ranks, gather_then_attend, lasp2
+from weft.bench.train.plain import METHODS, PlainTrainer, count_plain_bytes, gather_then_attend, lasp2
 from weft.bench.train.replay import LIVE, RECORD, REPLAY, ReplayTrainer
 from weft.cli import main
 from weft.comm import Axis, record
@@ -95,7 +95,7 @@ def count_both_ways(axis: Axis, config: TrainConfig) -> tuple[dict[str, int], in
     line_up(axis)
     after = sent_bytes() or 0
     trainer.close()
-    return trainer.sent_bytes(ledger), after - before, count_on_ranks(axis, config)
+    return trainer.sent_bytes(ledger), after - before, count_plain_bytes(axis, config)
 
 
 @pytest.mark.processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.bench.flags import Json, Ranks, RanksOfTwo, Repeats, check_at_least, check_file
+from weft.bench.flags import Json, RankCount, Ranks, Repeats, check_at_least, check_file
 
 
 def bench_scan(ranks: Ranks = None, json: Json = None, repeats: Repeats = 15, calls: int = 20) -> None:
@@ -28,7 +28,7 @@ def bench_scan(ranks: Ranks = None, json: Json = None, repeats: Repeats = 15, ca
 
 
 def bench_linear_attention(
-    ranks: RanksOfTwo = 2, tokens: int = 4096, virtual_ranks: int = 64, h100_ranks: tuple[int, ...] = (64, 256),
+    ranks: RankCount = 2, tokens: int = 4096, virtual_ranks: int = 64, h100_ranks: tuple[int, ...] = (64, 256),
     json: Json = None, repeats: Repeats = 7,
 ) -> None:  # fmt: skip
     """Linear attention: the local kernel beside a matmul, and ranks beside LASP, LASP-2 and ZeCO.
@@ -55,7 +55,7 @@ def bench_linear_attention(
     )  # fmt: skip
 
 
-def bench_attention(ranks: RanksOfTwo = 2, tokens: int = 4096, json: Json = None, repeats: Repeats = 7) -> None:
+def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None, repeats: Repeats = 7) -> None:
     """Context-parallel softmax attention beside one process, a strided all-gather, rings and Ulysses.
 
     "x one process" compares with the whole sequence in one process that has a thread for every rank, "x its own work"

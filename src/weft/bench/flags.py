@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 Ranks = Annotated[int | None, arg(help="Local processes to start (4 if left out). Leave it out under torchrun.")]
-RanksOfTwo = Annotated[int, arg(help="Local processes to start. Under torchrun, the number it started.")]
+RankCount = Annotated[int, arg(help="Local processes to start. Under torchrun, the number it started.")]
 Json = Annotated[Path | None, arg(help="Write the rows here, with a header of machine, versions and commit.")]
 Repeats = Annotated[int, arg(help="Samples of each case.")]
 

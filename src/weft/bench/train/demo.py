@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import weft
 from weft.bench.train.plain import count_plain_bytes
 from weft.report.page import write_report
 from weft.train.config import TrainConfig
@@ -36,7 +37,7 @@ def run_demo(out: Path, steps: int, ranks: int) -> None:
     _say("2. the same run in one process")
     _train(dataclasses.replace(config, out=alone, cp=1, dp=1))
     _say(f"3. what plain pieces send in a step: they run once, on {ranks} ranks")
-    plain = count_plain_bytes(config)
+    plain = weft.launch(count_plain_bytes, ranks, config)[0]
     (shared / "plain.json").write_text(json.dumps(plain))
     lines = list(read_lines(shared / "metrics.jsonl"))
     console = Console()

@@ -158,7 +158,7 @@ class DenseBigrams(weft.BigramHashEmbedding):
         return embedding(rows, self.weight)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Nothing: all rows are here."""
+        pass  # all rows are here
 
 
 class PlainStep:
@@ -181,13 +181,11 @@ class PlainStep:
         }  # fmt: skip
 
     def step(self) -> None:
-        """All of it."""
         self.norm = float(nn.utils.clip_grad_norm_(self.weights, self.clip))
         for part in self.parts.values():
             part.step()
 
     def zero_grad(self) -> None:
-        """Drop gradients."""
         for part in self.parts.values():
             part.zero_grad()
 
@@ -244,18 +242,12 @@ def bytes_by_family(ledger: Ledger) -> dict[str, int]:
     return sent
 
 
-def count_plain_bytes(config: TrainConfig, ranks: int | None = None) -> dict[str, Any]:
-    """What one step of ``config`` sends with plain pieces, found out on new local ranks (None: as its mesh needs).
+def count_plain_bytes(axis: Axis, config: TrainConfig) -> dict[str, Any]:
+    """What one step of ``config`` sends with plain pieces, found out on all ranks of WORLD, ``axis``.
 
     {"bytes": {family: bytes of one step, of all ranks together}, "methods": {family: words}, "ranks": number}: what is
-    written as RUN/plain.json for the report. `count_on_ranks` does it on ranks there are.
+    written as RUN/plain.json for the report.
     """
-    shape = fit_mesh(config.dp, config.cp, config.tp, ranks)
-    return weft.launch(count_on_ranks, math.prod(shape), config)[0]
-
-
-def count_on_ranks(axis: Axis, config: TrainConfig) -> dict[str, Any]:
-    """The same on all ranks of WORLD, ``axis``, who must all call it."""
     mesh = make_mesh(fit_mesh(config.dp, config.cp, config.tp, axis.size))
     trainer = PlainTrainer(replace(config, timeline_step=0, resume=None), mesh)
     try:
