@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -21,14 +22,13 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 
 def find_model_fault(model: Any, rank: int) -> Exception | None:
     """The first reason why this model cannot be context-parallel, or None."""
-    for find in _FINDERS:
-        for words in find(model):
-            name = type(model).__name__
-            return NotImplementedError(f"ContextParallel.enable: {name} {words} (rank {rank})")
+    for words in chain(_faults_of_kind(model), _faults_of_tokens(model), _faults_of_scores(model)):
+        return NotImplementedError(f"ContextParallel.enable: {type(model).__name__} {words} (rank {rank})")
     return None
 
 
-def _other_kinds(model: Any) -> Iterator[str]:
+def _faults_of_kind(model: Any) -> Iterator[str]:
+    """Which models are supported at all."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         yield "has an encoder and a decoder; only decoders are supported"
@@ -45,7 +45,8 @@ def _other_kinds(model: Any) -> Iterator[str]:
         yield "has attention of its own instead of transformers' AttentionInterface"
 
 
-def _token_mixing(model: Any) -> Iterator[str]:
+def _faults_of_tokens(model: Any) -> Iterator[str]:
+    """What looks at other tokens, or counts them, outside attention."""
     kinds = getattr(model.config, "layer_types", None) or getattr(model.config, "layers_block_type", None) or ()
     for kind in kinds:
         if kind not in LAYERS:
@@ -57,9 +58,6 @@ def _token_mixing(model: Any) -> Iterator[str]:
             yield f"mixes neighbouring tokens outside attention, in {name}"
         if hasattr(module, "create_position_ids_from_input_ids"):
             yield f"counts positions from its padding token, in {name}"
-
-
-def _rotary_embeddings(model: Any) -> Iterator[str]:
     for kind in _rope_types(model.config):
         if kind == "longrope" or "dynamic" in kind:
             yield (
@@ -76,7 +74,8 @@ def _rope_types(config: Any) -> Iterator[str]:
                 yield str(one.get("rope_type", one.get("type", "default")))
 
 
-def _scores(model: Any) -> Iterator[str]:
+def _faults_of_scores(model: Any) -> Iterator[str]:
+    """What attention here does not compute, and a loss that needs all tokens."""
     config = model.config
     if getattr(config, "attn_logit_softcapping", None):
         yield f"caps its attention scores (attn_logit_softcapping={config.attn_logit_softcapping})"
@@ -90,19 +89,11 @@ def _scores(model: Any) -> Iterator[str]:
                 yield f"has attention dropout {rate}, in {name}; load it with attention_dropout=0.0 (GPT2: attn_pdrop)"
     if getattr(config, "alibi", False):
         yield "adds a bias to its scores (alibi)"
-
-
-def _router_loss(model: Any) -> Iterator[str]:
-    if getattr(model.config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False):
         yield (
             "adds an auxiliary loss of its router, a mean over tokens that a rank does not have; set "
             "config.output_router_logits = False"
         )
-
-
-_FINDERS: tuple[Callable[[Any], Iterator[str]], ...] = (
-    _other_kinds, _token_mixing, _rotary_embeddings, _scores, _router_loss,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
