@@ -213,7 +213,7 @@ def test_help_is_there(call_main: Callable[..., int], capsys: pytest.CaptureFixt
         assert call_main(*words) == 0 and "bench" in capsys.readouterr().out
 
 
-def test_a_wrong_number_of_ranks_is_told(call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_number_of_ranks_is_refused(call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert call_main("bench", "scan", "--ranks", "0", *QUICK) == 2
     assert "ranks must be at least 1" in capsys.readouterr().err
 
@@ -271,7 +271,7 @@ def test_bench_step_steps_alike_and_sends_less_than_ddp_and_zero(
                 assert row["megabytes"] < of["DDP + AdamW"]["megabytes"] < of["DDP + ZeRO AdamW"]["megabytes"]
         assert of["REKLS, overlapped"]["weights"] != of["AdamW, overlapped"]["weights"]
         assert len({*of["DDP + AdamW"]["weights"], *of["DDP + ZeRO AdamW"]["weights"]}) == 1
-        # An all-reduce of all gradients sends at least this, if it is told as one that is spread over the ranks.
+        # An all-reduce of all gradients sends at least this, if it is counted as one that is spread over the ranks.
         assert of["DDP + AdamW"]["megabytes"] >= 2 * (ranks - 1) / ranks * 4 * elements / 1e6
     assert call_main("bench", "step", "--ranks", "1") == 2
     assert "bench step compares steps over 2 and 4 ranks, got 1" in capsys.readouterr().err

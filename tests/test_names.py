@@ -136,8 +136,8 @@ def test_top_level_help_is_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         monkeypatch.setattr(sys, "argv", ["weft", *words])
         with pytest.raises(SystemExit) as end:
             main()
-        told = capsys.readouterr()
-        text = told.out if words else told.err
+        captured = capsys.readouterr()
+        text = captured.out if words else captured.err
         assert end.value.code == (0 if words else 2) and "--ranks" not in text and len(text.splitlines()) < 20
         assert all(any(line.split()[:1] == [name] for line in text.splitlines()) for name in COMMANDS)
         assert max(map(len, text.splitlines())) <= 100

@@ -10,13 +10,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
 from weft import __version__
 from weft.bench.commands import BENCHES
-from weft.bench.flags import check_at_least, check_file
+from weft.bench.flags import Json, check_at_least, check_file
 from weft.report.page import show_report
 from weft.train.config import make_command
 
@@ -79,11 +79,16 @@ def trace_scan(
     if ranks > MOST_VIRTUAL_RANKS:
         raise ValueError(f"--ranks must be at most {MOST_VIRTUAL_RANKS}, got {ranks}")
     check_file("--out", out)
-    from weft.bench import trace
-    from weft.world import Machine
+    import torch
 
-    machine = Machine(latency, bandwidth, flops, memory_bandwidth)
-    run = trace.trace_scan(machine, ranks, method, (heads, keys, values))
+    from weft.ops.scan import exclusive_scan
+    from weft.world import Machine, VirtualWorld
+
+    def scan(axis: Any) -> None:
+        state, log = torch.empty(heads, keys, values, device="meta"), torch.empty(heads, device="meta")
+        exclusive_scan(state, log_decay=log, group=axis, method=method)
+
+    run = VirtualWorld(ranks, Machine(latency, bandwidth, flops, memory_bandwidth)).run(scan)
     run.timeline.save_trace(out)
     print(f"{method} on {ranks} ranks: {run.elapsed:.3e} virtual s, {run.timeline.rounds} rounds; written: {out}")
 
@@ -91,7 +96,7 @@ def trace_scan(
 def show_kernels(
     decays: tuple[str, ...] = (), dims: tuple[int, ...] = (64, 128, 256), chunks: tuple[int, ...] = (64,),
     dtypes: tuple[str, ...] = ("bf16",), capabilities: tuple[int, ...] = (), tokens: int = 8192, heads: int = 16,
-    json: Path | None = None,
+    json: Json = None,
 ) -> None:  # fmt: skip
     """Compile the Triton kernels of linear attention ahead of time and say what they use. No GPU is needed.
 
@@ -108,18 +113,17 @@ def show_kernels(
         capabilities: Compute capabilities: 80, 90, 100. All if left out.
         tokens: Tokens of the sequence; grids, bytes and FLOPs are those of this length.
         heads: Heads.
-        json: Write the rows here, with a header of machine, versions and commit.
     """
     check_at_least(1, dims=dims, chunks=chunks, tokens=tokens, heads=heads)
     check_file("--json", json)
     from weft.bench.linear_attention import kernels
-    from weft.bench.report import Report, describe_machine
-    from weft.bench.suite import measure
+    from weft.bench.world import run_here
 
-    todo = kernels.shapes(decays or kernels.DECAYS, dims, chunks, dtypes, tokens, heads)
-    report = Report(kernels.layouts(tokens, heads), json, header=describe_machine(bench="kernels"))
-    faults: list[str] = []
-    measure(report, lambda: faults.extend(kernels.run(report, todo, capabilities or tuple(kernels.GPUS))))
+    todo, gpus = kernels.shapes(decays or kernels.DECAYS, dims, chunks, dtypes, tokens, heads), tuple(kernels.GPUS)
+    layouts, faults = kernels.layouts(tokens, heads), list[str]()
+    run_here(
+        "kernels", json, {}, layouts, lambda report: faults.extend(kernels.run(report, todo, capabilities or gpus))
+    )
     for fault in faults:
         print(f"weft kernels: {fault}", file=sys.stderr)
     if faults:

@@ -13,11 +13,9 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.bench.timing import line_up
-from weft.bench.train.plain_attention import gather_then_attend, lasp2
-from weft.bench.train.plain_train import METHODS, PlainTrainer, count_on_ranks
-from weft.bench.train.sockets import sent_bytes
-from weft.bench.train.train_runs import ReplayedTrainer
+from weft.bench.timing import line_up, sent_bytes
+from weft.bench.train.plain import METHODS, PlainTrainer, count_plain_bytes, gather_then_attend, lasp2
+from weft.bench.train.replay import LIVE, RECORD, REPLAY, ReplayTrainer
 from weft.cli import main
 from weft.comm import Axis, record
 from weft.parallel.mesh import make_mesh
@@ -97,7 +95,7 @@ def count_both_ways(axis: Axis, config: TrainConfig) -> tuple[dict[str, int], in
     line_up(axis)
     after = sent_bytes() or 0
     trainer.close()
-    return trainer.sent_bytes(ledger), after - before, count_on_ranks(axis, config)
+    return trainer.sent_bytes(ledger), after - before, count_plain_bytes(axis, config)
 
 
 @pytest.mark.processes
@@ -121,7 +119,7 @@ def test_what_plain_pieces_send_is_what_the_kernel_counts(four: ProcessWorld) ->
 
 def replay(axis: Axis, config: TrainConfig) -> list[tuple[str, float, int, list[tuple[str, int]]]]:
     """(mode, loss, bytes by the kernel, what the ledger has) of steps on one batch whose rates are zero."""
-    trainer, found = ReplayedTrainer(config, make_mesh((2, 2, 1))), []
+    trainer, found = ReplayTrainer(config, make_mesh((2, 2, 1))), []
 
     def take_step() -> float:
         """With the rows of the next batch: else what is fetched ahead falls into this step or into the next."""
@@ -132,9 +130,9 @@ def replay(axis: Axis, config: TrainConfig) -> list[tuple[str, float, int, list[
 
     for _ in range(2):
         take_step()
-    for mode in ("recording", "through", "playing", "playing", "through", "playing", "through"):
+    for mode in (RECORD, LIVE, REPLAY, REPLAY, LIVE, REPLAY, LIVE):
         line_up(axis)
-        trainer.tape.wind(mode)
+        trainer.recording.begin_step(mode)
         before = sent_bytes() or 0
         with record() as ledger:
             loss = take_step()
@@ -157,16 +155,16 @@ def test_a_replayed_step_computes_the_same_and_sends_nothing(four: ProcessWorld)
         for mode, same, bytes_sent, received in steps[1:]:
             assert same == loss and received == events
             if sent_bytes() is not None:
-                assert bytes_sent < 2000 if mode == "playing" else bytes_sent > 0.9 * sent
+                assert bytes_sent < 2000 if mode == REPLAY else bytes_sent > 0.9 * sent
 
 
 def play_another(axis: Axis, config: TrainConfig) -> str:
     """What a step says that receives what was not recorded."""
-    trainer = ReplayedTrainer(config, make_mesh((2, 2, 1)))
-    for mode in ("through", "recording", "through"):
-        trainer.tape.wind(mode)
+    trainer = ReplayTrainer(config, make_mesh((2, 2, 1)))
+    for mode in (LIVE, RECORD, LIVE):
+        trainer.recording.begin_step(mode)
         trainer.take_step()
-    trainer.tape.wind("playing")
+    trainer.recording.begin_step(REPLAY)
     other = torch.zeros(8) if axis.rank else torch.zeros(9)
     try:
         trainer.mesh.world.begin("train.metrics").all_gather(other)

@@ -129,7 +129,7 @@ def test_strides_are_those_asked_for() -> None:
     assert backward == [one_head * heads for heads in (2, 1, 1)]
 
 
-def test_layers_of_a_batch_tell_their_documents_once() -> None:
+def test_layers_of_a_batch_gather_their_documents_once() -> None:
     case = Case(24, 4, 2, 1, True, None, BOUNDS)
 
     def run(axis: weft.Axis) -> int:
@@ -140,7 +140,7 @@ def test_layers_of_a_batch_tell_their_documents_once() -> None:
     assert virtual_world(3).run(run).results == [2, 2, 2]  # how many boundaries, and which
 
 
-def test_other_documents_in_the_same_tensors_are_told_again() -> None:
+def test_other_documents_in_the_same_tensors_are_gathered_again() -> None:
     case, other = Case(24, 4, 2, 1, True, None, (0, 3, 24)), Case(24, 4, 2, 1, True, None, (0, 9, 24))
 
     def run(axis: weft.Axis) -> float:

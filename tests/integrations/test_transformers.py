@@ -401,7 +401,7 @@ def test_sharding_sends_nothing_and_a_forward_compares_once() -> None:
 
 @only_five
 def test_the_window_is_the_masks() -> None:
-    """PhiMoE tells its window to the mask only; without it the loss is far off."""
+    """PhiMoE gives its window to the mask only; without it the loss is far off."""
     wide = alone(make_model("phimoe", sliding_window=None), plain_batch(), own_loss=False)
     narrow = alone(make_model("phimoe"), plain_batch(), own_loss=False)
     assert distance(wide, narrow) > 1e-2 and WINDOW < LENGTH

@@ -105,7 +105,7 @@ def test_a_wrong_model_on_one_rank_is_refused_on_all_with_the_same_words() -> No
     assert len(set(found)) == 1 and "attention dropout 0.1" in found[0][1] and "(rank 1)" in found[0][1]
 
 
-def test_ranks_that_loaded_different_models_are_told() -> None:
+def test_ranks_that_loaded_different_models_are_refused() -> None:
     def enable(cp: ContextParallel) -> None:
         cp.enable(make_model("llama"))  # a first call is compared in any case
         cp.enable(make_model("llama", num_hidden_layers=1 + cp.axis.rank % 2))
@@ -184,7 +184,7 @@ def test_a_forward_that_would_be_wrong_is_refused(case: str) -> None:
     assert_refused(called(change), words, kind)
 
 
-def test_a_fault_of_one_rank_is_told_on_all() -> None:
+def test_a_fault_of_one_rank_is_raised_on_all() -> None:
     def program(cp: ContextParallel) -> None:
         model = make_model("llama")
         cp.enable(model)
@@ -229,7 +229,7 @@ def test_ranks_of_one_group_with_different_samples_are_named(how: str) -> None:
     assert "cp.sampler(dataset, data=mesh['dp'])" in words
 
 
-def test_counts_of_targets_that_differ_are_told() -> None:
+def test_counts_of_targets_that_differ_are_refused() -> None:
     """As from Trainer with average_tokens_across_devices=False."""
 
     def program(cp: ContextParallel) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-from weft.bench.flags import check_at_least, check_file
-from weft.bench.optimizer_commands import bench_rekls, bench_step, bench_step_orders, bench_train
+from weft.bench.flags import Json, RankCount, Ranks, Repeats, check_at_least, check_file
 
 
-def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int = 15, calls: int = 20) -> None:
+def bench_scan(ranks: Ranks = None, json: Json = None, repeats: Repeats = 15, calls: int = 20) -> None:
     """Every scan schedule at several state sizes on real processes, beside its hand-written version.
 
     A time is the median over repeats of the slowest rank. "x by hand" compares with the same rounds and bytes
@@ -17,23 +16,20 @@ def bench_scan(ranks: int | None = None, json: Path | None = None, repeats: int 
     is against a serial fold in fp64. Ctrl-C keeps what was measured; under torchrun its ranks are used.
 
     Args:
-        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case.
         calls: Calls in one sample.
     """
     check_at_least(1, repeats=repeats, calls=calls)
     check_file("--json", json)
     from weft.bench.scan import cases as scan
-    from weft.bench.suite import run_on_ranks
+    from weft.bench.world import run_on_ranks
 
     facts = {"repeats": repeats, "calls": calls}
     run_on_ranks("scan", ranks, json, facts, scan.layouts, lambda w, report: scan.run(w, report, repeats, calls))
 
 
 def bench_linear_attention(
-    ranks: int = 2, tokens: int = 4096, virtual_ranks: int = 64, h100_ranks: tuple[int, ...] = (64, 256),
-    json: Path | None = None, repeats: int = 7,
+    ranks: RankCount = 2, tokens: int = 4096, virtual_ranks: int = 64, h100_ranks: tuple[int, ...] = (64, 256),
+    json: Json = None, repeats: Repeats = 7,
 ) -> None:  # fmt: skip
     """Linear attention: the local kernel beside a matmul, and ranks beside LASP, LASP-2 and ZeCO.
 
@@ -43,17 +39,14 @@ def bench_linear_attention(
     last table has the Triton kernels on it, beside those of flash-linear-attention if that is installed.
 
     Args:
-        ranks: Local processes to start. Under torchrun, the number it started.
         tokens: Tokens a rank holds; the kernel is measured on twice as many.
         virtual_ranks: Ranks of the table in virtual time.
         h100_ranks: Ranks of the tables in virtual time of H100s with the Triton kernels, one table for each.
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case.
     """
     check_at_least(1, tokens=tokens, virtual_ranks=virtual_ranks, h100_ranks=h100_ranks, repeats=repeats)
     check_file("--json", json)
     from weft.bench.linear_attention import cases as linear_attention
-    from weft.bench.suite import run_on_ranks
+    from weft.bench.world import run_on_ranks
 
     run_on_ranks(
         "linear-attention", ranks, json, {"tokens": tokens, "repeats": repeats},
@@ -62,7 +55,7 @@ def bench_linear_attention(
     )  # fmt: skip
 
 
-def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None, repeats: int = 7) -> None:
+def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None, repeats: Repeats = 7) -> None:
     """Context-parallel softmax attention beside one process, a strided all-gather, rings and Ulysses.
 
     "x one process" compares with the whole sequence in one process that has a thread for every rank, "x its own work"
@@ -70,15 +63,12 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
     they send and when they wait. Peak memory is what a forward and backward add to the resident set.
 
     Args:
-        ranks: Local processes to start. Under torchrun, the number it started.
         tokens: Tokens of the whole sequence.
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case.
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
     check_file("--json", json)
     from weft.bench.attention import cases as attention
-    from weft.bench.suite import run_on_ranks
+    from weft.bench.world import run_on_ranks
 
     run_on_ranks(
         "attention", ranks, json, {"tokens": tokens, "repeats": repeats}, lambda size: attention.layouts(size, tokens),
@@ -87,7 +77,7 @@ def bench_attention(ranks: int = 2, tokens: int = 4096, json: Path | None = None
 
 
 def bench_rows(
-    ranks: int | None = None, json: Path | None = None, repeats: int = 5, warm_steps: int = 30, smaller: int = 1
+    ranks: Ranks = None, json: Json = None, repeats: Repeats = 5, warm_steps: int = 30, smaller: int = 1
 ) -> None:
     """Training steps of large embedding tables: weft's rows beside dense and sparse data parallelism.
 
@@ -97,9 +87,6 @@ def bench_rows(
     same fused Adam. "Dense steps" are those of "auto", made to step whole shards where most rows are touched.
 
     Args:
-        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case.
         warm_steps: Steps that weft's tables are trained before: rows left alone must be caught up, as in a long run.
         smaller: Divide tables and ids by this, for machines with less than 24 GB of memory.
     """
@@ -107,7 +94,7 @@ def bench_rows(
     check_at_least(0, warm_steps=warm_steps)
     check_file("--json", json)
     from weft.bench.rows import rows
-    from weft.bench.suite import run_on_ranks
+    from weft.bench.world import run_on_ranks
 
     run_on_ranks(
         "rows", ranks, json, {"repeats": repeats, "warm_steps": warm_steps}, rows.layouts,
@@ -116,8 +103,8 @@ def bench_rows(
 
 
 def bench_network(
-    latency: float, bandwidth: float, ranks: int | None = None, tokens: int = 1024, json: Path | None = None,
-    repeats: int = 5,
+    latency: float, bandwidth: float, ranks: Ranks = None, tokens: int = 1024, json: Json = None,
+    repeats: Repeats = 5,
 ) -> None:  # fmt: skip
     """Scans and both attentions on links of a known delay and rate, beside their virtual time on such links.
 
@@ -128,15 +115,12 @@ def bench_network(
     Args:
         latency: Seconds a message is on its way, one way.
         bandwidth: Bytes per second of a rank's link.
-        ranks: Local processes to start (4 if left out). Leave it out under torchrun.
         tokens: Tokens a rank holds of linear attention; a quarter of it of softmax attention.
-        json: Write the rows here, with a header of machine, versions and commit.
-        repeats: Samples of each case.
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
     check_file("--json", json)
     from weft.bench.scan import network
-    from weft.bench.suite import run_on_ranks
+    from weft.bench.world import run_on_ranks
     from weft.world import Machine
 
     machine = Machine(latency, bandwidth)
@@ -144,6 +128,159 @@ def bench_network(
         "network", ranks, json, {"latency": latency, "bandwidth": bandwidth, "tokens": tokens},
         lambda size: network.layouts(size, machine),
         lambda world, report: network.run(world, report, machine, repeats, tokens),
+    )  # fmt: skip
+
+
+def bench_rekls(
+    ranks: Ranks = None, json: Json = None, repeats: int | None = None, warm_steps: int | None = None,
+    widths: tuple[int, ...] | None = None, blocks: int | None = None, quality: bool = False, seeds: int | None = None,
+    steps: int | None = None,
+) -> None:  # fmt: skip
+    """One step of REKLS for the matrices of transformer blocks, beside the replicated tensor-parallel algorithm.
+
+    CPU time is summed over the ranks; "x less CPU" compares it, sample by sample, with the replicated algorithm on as
+    many ranks (every rank gathers and computes all), or for data x tensor with two replicas that average gradients
+    first. The columns with threads compare the time of the slowest rank with REKLS in one process. Bytes (of the rank
+    that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
+    is its share of the CPU time, "busiest" the busiest rank's eigh over the mean.
+
+    With --quality instead: validation losses of AdamW and both variants on two small tasks, and their conditioning.
+
+    Args:
+        repeats: Samples of each case (7 if left out).
+        warm_steps: Steps before the first sample (4 if left out): factors have their full rank only after a few.
+        widths: h of a block (128 and 256 if left out): qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h].
+        blocks: How many blocks (2 if left out).
+        quality: Train instead, one run on each rank at a time: the runs share nothing.
+        seeds: With --quality: runs for each rate (5 if left out); the median counts.
+        steps: With --quality: steps of a run (300 if left out).
+    """
+    speed = {"repeats": repeats, "warm_steps": warm_steps, "widths": widths, "blocks": blocks}
+    training = {"seeds": seeds, "steps": steps}
+    given, ignored = (training, speed) if quality else (speed, training)
+    for name in [name for name, value in ignored.items() if value is not None]:
+        word = "cannot be combined with" if quality else "needs"
+        raise ValueError(f"--{name.replace('_', '-')} {word} --quality")
+    check_at_least(1, repeats=repeats, widths=widths, blocks=blocks, seeds=seeds, steps=steps)
+    check_at_least(0, warm_steps=warm_steps)
+    check_file("--json", json)
+    from weft.bench.matrix import bench
+    from weft.bench.matrix import quality as quality_of
+    from weft.bench.world import run_on_ranks
+
+    defaults = {"repeats": 7, "warm_steps": 4, "widths": (128, 256), "blocks": 2, "seeds": 5, "steps": 300}
+    options: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in given.items()}
+    if quality:
+        run_on_ranks(
+            "rekls --quality", ranks, json, options, lambda size: quality_of.layouts(**options),
+            lambda world, report: quality_of.run(world, report, **options),
+        )  # fmt: skip
+        return
+    run_on_ranks(
+        "rekls", ranks, json, {name: options[name] for name in ("repeats", "warm_steps", "blocks")},
+        lambda size: bench.layouts(size, options["blocks"]),
+        lambda world, report: bench.run(world, report, **options),
+    )  # fmt: skip
+
+
+def bench_step(
+    ranks: int | None = None, json: Json = None, repeats: Repeats = 7, warm_steps: int = 4, width: int = 256,
+    blocks: int = 2, rows: int = 250_000, vocabulary: int = 4096, tokens: int = 8192, methods: tuple[str, ...] = (),
+    latency: float = 50e-6, bandwidth: float = 1.5e9,
+) -> None:  # fmt: skip
+    """One optimizer step with the exchange of its gradients: overlapped, tuned, in sequence, DDP and ZeRO.
+
+    A step looks the table's rows up, takes gradients in, and ends with new weights on every rank; the computation of
+    the blocks, the same for all, is left out. "REKLS" steps matrices with it and the rest with AdamW. The time is that
+    of the slowest rank; "x sequence" and "x ZeRO" say, sample by sample, how many times faster a step is than the same
+    parts one after the other, and than ZeroRedundancyOptimizer. CPU time is summed over the ranks. Bytes (of the rank
+    that sends most) are counted by the kernel for all methods, and by the ledger for weft's. "Exposed" are the waits of
+    the rank that waits most. Peak memory is all that a rank needs for the model and three steps.
+
+    Args:
+        ranks: Local processes to start (4 if left out); steps are measured on 2 and on 4. Leave it out under torchrun.
+        warm_steps: Steps before the first sample; in the last of them orders are tuned.
+        width: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h], two norms.
+        blocks: How many blocks.
+        rows: Rows of the bigram table, each of h elements.
+        vocabulary: Rows of the dense token embeddings.
+        tokens: Bigrams that a rank looks up in a step.
+        methods: Only those whose names begin so, for example REKLS.
+        latency: Seconds of a message on its way, for tuning; about what Gloo makes of a loopback device.
+        bandwidth: Bytes/s of a rank's link, for tuning.
+    """
+    check_at_least(1, repeats=repeats, width=width, blocks=blocks, rows=rows, vocabulary=vocabulary, tokens=tokens)
+    check_at_least(0, warm_steps=warm_steps)
+    check_file("--json", json)
+    from weft.bench.step import step
+    from weft.bench.step.runs import Sizes
+    from weft.bench.world import run_on_ranks
+    from weft.world import Machine
+
+    sizes, link = Sizes(width, blocks, rows, vocabulary, tokens), Machine(latency, bandwidth)
+    run_on_ranks(
+        "step", ranks, json, {"repeats": repeats, "warm_steps": warm_steps, **vars(sizes)},
+        lambda size: step.layouts(sizes),
+        lambda world, report: step.run(world, report, repeats, warm_steps, sizes, methods, link),
+    )  # fmt: skip
+
+
+def bench_step_orders(tries: int = 64, json: Json = None) -> None:
+    """Orders of one large overlapped step in virtual time: naive, published, default, tuned, and the bound.
+
+    The step itself runs on 8 virtual ranks (matrices as meta tensors, whose operators only count, the table's rows are
+    real); its messages and the time of its work are then replayed in other orders. "Exposed" is what a step takes
+    beyond the busiest rank's work.
+
+    Args:
+        tries: Orders that are tried.
+    """
+    check_at_least(1, tries=tries)
+    check_file("--json", json)
+    from weft.bench.step import orders
+    from weft.bench.world import run_here
+
+    facts = {"tries": tries}
+    run_here("step-orders", json, facts, orders.layouts(), lambda report: orders.run(report, tries))
+
+
+def bench_train(
+    json: Json = None, repeats: Repeats = 7, warm_steps: int = 4, length: int = 2048, batch: int = 2,
+    width: int = 128, layers: int = 4, rows: int = 250_000,
+) -> None:  # fmt: skip
+    """Steps of `weft train`: 2 ranks beside one process, what communication costs 4 ranks, and plain pieces.
+
+    The time is that of the slowest rank, the median over samples; ratios are taken sample by sample. CPU time and bytes
+    are summed over the ranks. "Waits" is the part of a step in which a rank stands waiting, as `weft train` shows it,
+    the mean over ranks: with more ranks than cores that is also the time in which other ranks have the cores, so
+    "not used" says how much of the cores' time no rank used, and "others" how much other processes of the machine took:
+    if that is not small, the figures are not those of a machine at rest. "Communication" is the part of a step that
+    goes away if every message is there already: the step is taken again on the same batch, with what was received when
+    it was recorded, and nothing is sent.
+
+    "Plain pieces" are the same model with a dense table in DistributedDataParallel, REKLS on every rank, a blocking
+    all-gather of keys and values on a contiguous layout, and LASP-2. What DistributedDataParallel sends is not in the
+    ledger; the least that an all-reduce must send is counted, and beside it is what the kernel counts.
+
+    Args:
+        warm_steps: Steps before the first sample.
+        length: Tokens of a sequence.
+        batch: Sequences of a step, over all ranks; a multiple of 2.
+        width: Of the model.
+        layers: Blocks of the model, linear and softmax attention in turn.
+        rows: Rows of the bigram table beside plain pieces; 65,537 in the other tables.
+    """
+    check_at_least(1, repeats=repeats, length=length, batch=batch, width=width, layers=layers)
+    check_at_least(2, rows=rows)
+    check_file("--json", json)
+    from weft.bench.train import steps
+    from weft.bench.world import run_on_ranks
+
+    settings = {"length": length, "batch": batch, "width": width, "layers": layers}
+    run_on_ranks(
+        "train", None, json, {"repeats": repeats, "warm_steps": warm_steps, "rows": rows, **settings},
+        lambda size: steps.layouts(settings, rows),
+        lambda world, report: steps.run(world, report, repeats, warm_steps, settings, rows),
     )  # fmt: skip
 
 

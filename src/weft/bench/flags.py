@@ -1,10 +1,18 @@
-"""Faults of a command's flags that are told before anything starts."""
+"""Flags that benchmarks share, and their faults, which are found before anything starts."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+Ranks = Annotated[int | None, arg(help="Local processes to start (4 if left out). Leave it out under torchrun.")]
+RankCount = Annotated[int, arg(help="Local processes to start. Under torchrun, the number it started.")]
+Json = Annotated[Path | None, arg(help="Write the rows here, with a header of machine, versions and commit.")]
+Repeats = Annotated[int, arg(help="Samples of each case.")]
 
 
 def check_at_least(least: int, **values: int | tuple[int, ...] | None) -> None:

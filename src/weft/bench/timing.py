@@ -1,9 +1,11 @@
-"""Timing over ranks: everybody starts together, the slowest rank counts, cases take turns."""
+"""What a rank measures: seconds of cases that take turns, memory, and what the kernel counts of it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from weft.comm import Axis, Ledger, record
 
 Case = Callable[[], object]
+_BYTES_SENT = 200  # where tcpi_bytes_sent stands in Linux' struct tcp_info
 
 
 def line_up(axis: Axis) -> None:
@@ -40,11 +43,6 @@ def take_turns(axis: Axis, cases: Mapping[str, Case], calls: int = 1, turn: int 
             case()
             seconds[name] += (time.perf_counter() - start) / calls
     return seconds
-
-
-def slowest(samples: list[dict[str, float]]) -> dict[str, float]:
-    """One sample of all ranks: the time of the rank that took longest, of those that took part."""
-    return {name: max(sample[name] for sample in samples if sample) for name in samples[0]}
 
 
 def examine(cases: Mapping[str, Case]) -> dict[str, tuple[Ledger, int | None]]:
@@ -91,3 +89,25 @@ def peak_memory(case: Case) -> int | None:
     before = read("VmRSS")
     case()
     return max(0, read("VmHWM") - before)
+
+
+def sent_bytes() -> int | None:
+    """Bytes sent on the TCP connections that are open now, whoever sent them; None where Linux is not."""
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.exists() or not hasattr(socket, "TCP_INFO"):
+        return None
+    total = 0
+    for entry in descriptors.iterdir():
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+                    continue
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
+        except OSError:  # closed meanwhile
+            continue
+        if len(info) < _BYTES_SENT + 8:  # an old kernel
+            return None
+        total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+    return total

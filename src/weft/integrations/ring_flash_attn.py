@@ -27,18 +27,10 @@ Out = Tensor | tuple[Tensor, Tensor, None]
 
 
 def ring_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Any = None,
-) -> Out:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, group: Any = None,
+) -> Out:  # fmt: skip
     """Ring attention; rank r holds the r-th part of the sequence. q, out ``[B, S, H, D]``, k and v ``[B, S, Hk, D]``.
 
     Keys and values travel from neighbour to neighbour as far as they are seen, their gradients straight home. With
@@ -53,18 +45,10 @@ def ring_flash_attn_func(
 
 
 def zigzag_ring_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Any = None,
-) -> Out:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, group: Any = None,
+) -> Out:  # fmt: skip
     """As `ring_flash_attn_func`; rank r holds parts r and 2P-1-r of 2P, as `weft.shard` with "zigzag" cuts.
 
     >>> q = torch.randn(1, 6, 2, 4)
@@ -113,28 +97,12 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 
 def llama3_flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    heads_k_stride: int,
-    local_k_slice: slice,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Any = None,
-    *,
-    first_stride: int | None = None,
-    backward_first_stride: int | None = None,
-    backward_last_stride: int | None = None,
-) -> Out:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    heads_k_stride: int, local_k_slice: slice, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Any = None, *,
+    first_stride: int | None = None, backward_first_stride: int | None = None, backward_last_stride: int | None = None,
+) -> Out:  # fmt: skip
     """Attention over packed documents, keys and values gathered ``heads_k_stride`` KV heads at a time.
 
     q, out ``[T, H, D]``, k and v ``[T, Hk, D]``: this rank's T tokens of a sequence cut into P parts. The five
@@ -182,8 +150,8 @@ def _find_documents(
 ) -> Sequence:  # fmt: skip
     """The boundaries in the whole sequence, from what every rank knows of its own part.
 
-    Remembered for as long as the same tensors come, so that the layers of a batch tell them once. Tensors made under
-    ``torch.inference_mode()`` may be refilled without a trace, so with those every layer tells.
+    Remembered for as long as the same tensors come, so that they are gathered once for the layers of a batch. Tensors
+    made under ``torch.inference_mode()`` may be refilled without a trace, so for those every layer gathers.
     """
     versions = tuple(-1 if one.is_inference() else one._version for one in bounds)
     known = None if -1 in versions else (*versions, length, longest, keys.start, keys.stop, causal)
@@ -195,7 +163,7 @@ def _find_documents(
     of_q, of_k = (one.tolist() for one in bounds)
     mine = [length, *longest, keys.start or 0, keys.stop or 0, int(causal), len(of_q), *of_q, *of_k]
     name = "llama3_flash_attn_varlen_func"
-    sizes = [told[0] for told in axis.begin(name, metadata=(len(mine),), fault=fault).metadata.wait()]
+    sizes = [size for (size,) in axis.begin(name, metadata=(len(mine),), fault=fault).metadata.wait()]
     padded = (*mine, *[0] * (max(sizes) - len(mine)))
     rows = axis.begin(f"{name}.documents", metadata=padded).metadata.wait()
     sequence = _join([list(row[:size]) for row, size in zip(rows, sizes, strict=True)], axis)
@@ -205,7 +173,7 @@ def _find_documents(
 
 
 def _join(parts: list[list[int]], axis: Axis) -> Sequence:
-    """Everybody has everybody's numbers, so everybody finds the same fault or the same documents."""
+    """Every rank has the integers of all, so all find the same fault or the same documents."""
     lengths = tuple(part[0] for part in parts)
     total, begin = sum(lengths), 0
     found = {0, total}

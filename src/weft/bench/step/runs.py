@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.bench.matrix.bench import SHAPES
-from weft.bench.timing import line_up, peak_memory
-from weft.bench.train.sockets import sent_bytes
+from weft.bench.timing import line_up, peak_memory, sent_bytes
 from weft.comm import Axis, record
 from weft.comm.wire import SoloWire
 from weft.ops.embedding import BigramHashEmbedding, ShardedEmbedding

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from weft.bench.train.plain_train import count_plain_bytes
+import weft
+from weft.bench.train.plain import count_plain_bytes
 from weft.report.page import write_report
 from weft.train.config import TrainConfig
 from weft.train.metrics import compare_table
@@ -31,12 +32,12 @@ def run_demo(out: Path, steps: int, ranks: int) -> None:
         steps=steps, cp=2, dp=ranks // 2, length=2048, batch=2, checkpoint_every=0, validate_every=max(1, steps // 4)
     )
     shared, alone = folder / f"{ranks}-ranks", folder / "one-process"
-    _tell(f"1. {ranks} ranks: {config.dp} data-parallel x {config.cp} context-parallel")
+    _say(f"1. {ranks} ranks: {config.dp} data-parallel x {config.cp} context-parallel")
     _train(dataclasses.replace(config, out=shared))
-    _tell("2. the same run in one process")
+    _say("2. the same run in one process")
     _train(dataclasses.replace(config, out=alone, cp=1, dp=1))
-    _tell(f"3. what plain pieces send in a step: they run once, on {ranks} ranks")
-    plain = count_plain_bytes(config)
+    _say(f"3. what plain pieces send in a step: they run once, on {ranks} ranks")
+    plain = weft.launch(count_plain_bytes, ranks, config)[0]
     (shared / "plain.json").write_text(json.dumps(plain))
     lines = list(read_lines(shared / "metrics.jsonl"))
     console = Console()
@@ -68,11 +69,11 @@ def _train(config: TrainConfig) -> None:
     command = [sys.executable, "-P", "-m", "weft.train", str(path)]
     status = run_ranks(command, (config.dp or 1) * config.cp, "demo", quiet=True)
     if status:
-        _tell(f"demo: `weft train {path}` ended with status {status}")
+        _say(f"demo: `weft train {path}` ended with status {status}")
         sys.exit(status)
 
 
-def _tell(words: str) -> None:
+def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 

@@ -88,7 +88,7 @@ class _Running(threading.local):
 running = _Running()  # of this thread, the innermost last
 
 
-def see(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
+def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
     """The mask, in transformers' words. ``local_size`` is the window of sliding layers."""
     if not running.forwards:
         raise ValueError(
@@ -118,19 +118,13 @@ def _parts_of(mask_function: Callable[..., Any]) -> Iterator[str]:
 
 
 def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **keywords: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, **keywords: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention in transformers' words: q ``[B, H, S, D]``, k and v ``[B, Hk, S, D]`` -> (out ``[B, S, H, D]``, None).
 
-    Causality and window are the mask's, as they are with SDPA where there is one: some models tell only the mask, and
-    ``is_causal`` may be False because of it.
+    Causality and window are the mask's, as they are with SDPA where there is one: some models set only the mask,
+    and ``is_causal`` may be False because of it.
     """
     if not isinstance(attention_mask, Visible):
         raise NotImplementedError(

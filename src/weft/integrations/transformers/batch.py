@@ -1,4 +1,4 @@
-"""A batch of token ids: what is in the whole of it, and one rank's part. Every rank has the whole; nothing is sent.
+"""Batches of token ids: which samples a rank reads, what is in a whole batch, and one rank's part. Nothing is sent.
 
 Who sees whom is read from the batch as transformers reads it for SDPA: documents begin where ``position_ids`` do not
 rise by one, and padding is what ``attention_mask`` says. A batch that would be read wrongly in parts is refused here,
@@ -7,7 +7,7 @@ where every rank has the same in hand and comes to the same verdict.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import DataLoader, Sampler
 
+from weft.comm import Axis
+from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import Bounds, lay_out, shard_lengths
 
 KEY = "weft"  # where a shard of a batch carries what it must know about the whole
@@ -49,6 +52,13 @@ class WholeBatch:
         """Tokens of each rank."""
         return shard_lengths(self.length, self.layout, self.size)
 
+    def sequences(self, axis: Axis) -> list[Sequence]:
+        """Where its tokens lie on the ranks: one for all rows where their documents are the same, else one for each."""
+        rows = self.documents or (None,)
+        return [
+            Sequence(axis, self.layout, self.lengths, bounds) for bounds in (rows if len(set(rows)) > 1 else rows[:1])
+        ]
+
 
 def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> dict[str, Any]:
     """This rank's part of a whole batch, for ``model(**part)``: see `ContextParallel.shard`."""
@@ -80,23 +90,17 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
             documents = tuple((*bounds, bounds[-1] + missing) for bounds in documents)
     digest = _digest(ids, positions, *(() if targets is None else (targets,)))
     whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size)
-    places = _places(whole, rank).to(ids.device)
+    runs = [run for run in lay_out(whole.lengths, layout) if run.rank == rank]
+    places = torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs]).to(ids.device)
     part: dict[str, Any] = {"input_ids": ids[:, places], "position_ids": positions[:, places]}
     if targets is not None:
-        mine = targets[:, places]
         # transformers computes a loss only where there are labels, and takes shift_labels as they are.
-        part["labels"] = part["shift_labels"] = mine
+        part["labels"] = part["shift_labels"] = targets[:, places]
         part["num_items_in_batch"] = (targets != IGNORED).sum().clamp(min=1)
     if batch.get("num_items_in_batch") is not None:
         part["num_items_in_batch"] = torch.as_tensor(batch["num_items_in_batch"])
     part[KEY] = whole
     return part
-
-
-def _places(whole: WholeBatch, rank: int) -> Tensor:
-    """Where this rank's tokens stand in the whole."""
-    runs = [run for run in lay_out(whole.lengths, whole.layout) if run.rank == rank]
-    return torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
 
 
 def _tokens_of(batch: Mapping[str, Any], name: str, shape: tuple[int, int] | None, rank: int) -> Tensor | None:
@@ -167,16 +171,14 @@ def _read_positions(
                 f"which transformers would let documents see one another (rank {rank}); leave attention_mask out"
             )
     flattened = _read_flattened(batch, shape, rank)
-    if not bool(begins.any()):
-        documents = None
-    else:
-        documents = tuple(
-            (0, *(torch.nonzero(row).flatten() + 1).tolist(), length) for row in begins
-        )  # fmt: skip
-    if flattened is not None and flattened != (documents or ((0, length),))[0]:
+    documents, first = None, (0, length)
+    if bool(begins.any()):
+        documents = tuple((0, *(torch.nonzero(row).flatten() + 1).tolist(), length) for row in begins)
+        first = documents[0]
+    if flattened is not None and flattened != first:
         raise ValueError(
             f"ContextParallel.shard: cu_seq_lens_q say {list(flattened[:8])}, but position_ids begin again at "
-            f"{list((documents or ((0, length),))[0][:8])} (rank {rank}); both must tell the same documents"
+            f"{list(first[:8])} (rank {rank}); both must tell the same documents"
         )
     return positions, documents
 
@@ -219,3 +221,58 @@ def _digest(*tensors: Tensor) -> int:
             mixed = (mixed ^ (mixed >> shift)) * factor
         total = (total * 31 + number + int(mixed.sum())) & (2**62 - 1)
     return total
+
+
+@dataclass(frozen=True)
+class ShardingCollator:
+    """``inner`` makes a whole batch of samples, and this rank's part of it is passed on. Works in loader processes."""
+
+    inner: Callable[[Any], Any]
+    layout: str
+    rank: int
+    size: int
+
+    def __call__(self, samples: Any) -> dict[str, Any]:
+        return shard_batch(self.inner(samples), self.layout, self.rank, self.size)
+
+
+class DataRankSampler(Sampler[int]):
+    """Every ``data_size``-th sample, so that the ranks of one context group read the same and groups read others.
+
+    Every data rank gets as many; what is left over is dropped, or with ``drop_last=False`` filled up with the first.
+    """
+
+    def __init__(
+        self, count: int, data_rank: int, data_size: int, *, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        if count < (data_size if drop_last else 1):
+            raise ValueError(
+                f"ContextParallel.sampler: {count} samples are too few for {data_size} data ranks (data rank "
+                f"{data_rank})"
+            )
+        self.count, self.data_rank, self.data_size = count, data_rank, data_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order for each epoch, the same on every rank."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count // self.data_size if self.drop_last else -(-self.count // self.data_size)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(self.count)
+        if self.shuffle:
+            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        whole = len(self) * self.data_size
+        order = order.repeat(-(-whole // self.count))[:whole]
+        return iter(order[self.data_rank :: self.data_size].tolist())
+
+
+class DataRankLoader(DataLoader[Any]):
+    """A DataLoader that hands the epoch on to its sampler, as Trainer asks of a loader."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if isinstance(self.sampler, DataRankSampler):
+            self.sampler.set_epoch(epoch)

@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.comm import Axis
-from weft.integrations.transformers.batch import KEY, WholeBatch, shard_batch
-from weft.integrations.transformers.data import DataRankLoader, DataRankSampler, ShardingCollator
-from weft.integrations.transformers.enabled import Enabled, load_transformers, register
-from weft.integrations.transformers.model_faults import find_model_fault
+from weft.integrations.transformers.attention import attend, make_mask
+from weft.integrations.transformers.batch import (
+    KEY,
+    DataRankLoader,
+    DataRankSampler,
+    ShardingCollator,
+    WholeBatch,
+    shard_batch,
+)
+from weft.integrations.transformers.model import Enabled, find_model_fault
 from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import find_layout_fault
 
+VERSIONS = "4.57 to 5"
 # Every model that is context-parallel now, of whichever ContextParallel.
 _enabled: weakref.WeakKeyDictionary[Any, Enabled] = weakref.WeakKeyDictionary()
 
@@ -66,9 +73,8 @@ class ContextParallel:
 
         Every rank of the group calls it, with the model itself, before it is wrapped by DDP, FSDP or others.
         """
-        load_transformers(self.axis.rank)
-        fault = self._find_fault(model)
-        fault = fault or register(self.name, self.axis.rank)
+        _load_transformers(self.axis.rank)
+        fault = self._find_fault(model) or _register(self.name, self.axis.rank)
         options = None if fault else _Options(type(model).__name__, _sizes_of(model), self.layout, self.method)
         self.axis.begin("ContextParallel.enable", options, metadata=(), fault=fault).metadata.wait()
         enabled = Enabled(model, self.axis, self.layout, self.method, self.name)
@@ -138,13 +144,13 @@ class ContextParallel:
         whole = part.get(KEY)
         if not isinstance(whole, WholeBatch):
             raise ValueError(f"ContextParallel.sequence: this is no part from cp.shard (rank {self.axis.rank})")
-        rows = set(whole.documents or (None,))
-        if len(rows) > 1 or (rows != {None} and whole.rows > 1):
+        sequences = whole.sequences(self.axis)
+        if len(sequences) > 1 or (sequences[0].bounds is not None and whole.rows > 1):
             raise ValueError(
                 f"ContextParallel.sequence: {whole.rows} rows with packed documents have no one sequence (rank "
                 f"{self.axis.rank}); pack into one row"
             )
-        return Sequence(self.axis, self.layout, whole.lengths, rows.pop())
+        return sequences[0]
 
     def collator(self, inner: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
         """A collator for DataLoader or Trainer: ``inner`` makes the whole batch, this rank's part is passed on."""
@@ -168,17 +174,9 @@ class ContextParallel:
         return DataRankSampler(len(dataset), rank, size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def loader(
-        self,
-        dataset: Any,
-        batch_size: int,
-        collate_fn: Callable[[Any], Any],
-        *,
-        data: Any = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        **options: Any,
-    ) -> DataRankLoader:
+        self, dataset: Any, batch_size: int, collate_fn: Callable[[Any], Any], *, data: Any = None,
+        shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any,
+    ) -> DataRankLoader:  # fmt: skip
         """A DataLoader with `sampler`, for ``Trainer.get_train_dataloader`` and ``get_eval_dataloader``.
 
         ``collate_fn`` is what `collator` returned; Trainer has it as ``self.data_collator``. ``options`` are
@@ -193,6 +191,33 @@ class ContextParallel:
         return DataRankLoader(
             dataset, batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, **options
         )
+
+
+def _load_transformers(rank: int) -> None:
+    """Raise in words if transformers is not there or of a version nobody has tried."""
+    try:
+        import transformers
+    except ImportError as error:
+        install = "pip install 'weft-torch[transformers]'"
+        raise ImportError(f"ContextParallel.enable needs transformers {VERSIONS}: {install} (rank {rank})") from error
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    if not (4, 57) <= (major, minor) < (6, 0):
+        raise ImportError(
+            f"ContextParallel.enable: transformers {transformers.__version__} is not one of {VERSIONS} (rank {rank})"
+        )
+
+
+def _register(name: str, rank: int) -> Exception | None:
+    """With transformers, for the whole process: what it calls under ``name``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if AttentionInterface().get(name, attend) is not attend:
+        return ValueError(
+            f"ContextParallel: transformers knows another attention as {name!r} (rank {rank}); pass another name="
+        )
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
+    return None
 
 
 @dataclass(frozen=True)

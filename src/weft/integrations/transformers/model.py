@@ -1,47 +1,99 @@
-"""A model that is context-parallel: what is set on it, what is checked around each forward, and how it is taken off."""
+"""A context-parallel model: what it must not have, what is set on it, and what is checked around each forward."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+from torch import nn
 
 from weft.comm import Axis
 from weft.errors import name_ranks
-from weft.integrations.transformers.attention import Forward, attend, running, see
+from weft.integrations.transformers.attention import Forward, running
 from weft.integrations.transformers.batch import KEY, WholeBatch
-from weft.ops.sequence import Sequence
 
-VERSIONS = "4.57 to 5"
-
-
-def load_transformers(rank: int) -> None:
-    """Raise in words if transformers is not there or of a version nobody has tried."""
-    try:
-        import transformers
-    except ImportError as error:
-        install = "pip install 'weft-torch[transformers]'"
-        raise ImportError(f"ContextParallel.enable needs transformers {VERSIONS}: {install} (rank {rank})") from error
-    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
-    if not (4, 57) <= (major, minor) < (6, 0):
-        raise ImportError(
-            f"ContextParallel.enable: transformers {transformers.__version__} is not one of {VERSIONS} (rank {rank})"
-        )
+LAYERS = ("full_attention", "sliding_attention")
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
-def register(name: str, rank: int) -> Exception | None:
-    """Tell transformers, for the whole process, what to call under ``name``."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    if AttentionInterface().get(name, attend) is not attend:
-        return ValueError(
-            f"ContextParallel: transformers knows another attention as {name!r} (rank {rank}); pass another name="
-        )
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, see)
+def find_model_fault(model: Any, rank: int) -> Exception | None:
+    """The first reason why this model cannot be context-parallel, or None."""
+    for words in chain(_faults_of_kind(model), _faults_of_tokens(model), _faults_of_scores(model)):
+        return NotImplementedError(f"ContextParallel.enable: {type(model).__name__} {words} (rank {rank})")
     return None
+
+
+def _faults_of_kind(model: Any) -> Iterator[str]:
+    """Which models are supported at all."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        yield "has an encoder and a decoder; only decoders are supported"
+    if config.get_text_config() is not config:
+        yield "has parts for images or sound; enable its text model alone"
+    if getattr(config, "is_causal", True) is False:
+        yield "is set to see later tokens (is_causal=False); only causal models are supported"
+    kind = getattr(model, "loss_type", None)
+    if kind is not None and "CausalLM" not in kind:
+        yield f"has a loss of type {kind}, which looks at whole sequences; only causal language models are supported"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        yield "takes no position_ids, so a rank cannot say which tokens it holds"
+    if not model._can_set_attn_implementation():  # the only thing that says so; transformers itself but warns
+        yield "has attention of its own instead of transformers' AttentionInterface"
+
+
+def _faults_of_tokens(model: Any) -> Iterator[str]:
+    """What looks at other tokens, or counts them, outside attention."""
+    kinds = getattr(model.config, "layer_types", None) or getattr(model.config, "layers_block_type", None) or ()
+    for kind in kinds:
+        if kind not in LAYERS:
+            yield f"has layers of type {kind}; only {' and '.join(LAYERS)} are supported"
+    if getattr(model.config, "attention_chunk_size", None):
+        yield f"attends in chunks of {model.config.attention_chunk_size}, which no window can express"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            yield f"mixes neighbouring tokens outside attention, in {name}"
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            yield f"counts positions from its padding token, in {name}"
+    for kind in _rope_types(model.config):
+        if kind == "longrope" or "dynamic" in kind:
+            yield (
+                f"has rotary embeddings of type {kind!r}, which depend on the longest position a rank sees; 'yarn', "
+                f"'llama3', 'linear' and 'default' do not"
+            )
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, name, None)
+        if isinstance(given, dict):
+            for one in (given, *(value for value in given.values() if isinstance(value, dict))):
+                yield str(one.get("rope_type", one.get("type", "default")))
+
+
+def _faults_of_scores(model: Any) -> Iterator[str]:
+    """What attention here does not compute, and a loss that needs all tokens."""
+    config = model.config
+    if getattr(config, "attn_logit_softcapping", None):
+        yield f"caps its attention scores (attn_logit_softcapping={config.attn_logit_softcapping})"
+    for name, module in model.named_modules():
+        if getattr(module, "sinks", None) is not None:
+            yield f"has attention sinks, in {name}"
+        for dropout in DROPOUTS:
+            rate = getattr(module, dropout, None)
+            rate = rate.p if isinstance(rate, nn.Dropout) else rate
+            if isinstance(rate, float | int) and rate:
+                yield f"has attention dropout {rate}, in {name}; load it with attention_dropout=0.0 (GPT2: attn_pdrop)"
+    if getattr(config, "alibi", False):
+        yield "adds a bias to its scores (alibi)"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "adds an auxiliary loss of its router, a mean over tokens that a rank does not have; set "
+            "config.output_router_logits = False"
+        )
 
 
 @dataclass(frozen=True)
@@ -119,12 +171,9 @@ class Enabled:
             options = _Options(type(model).__name__, self.layout, model.training, "labels" in keywords)
             items = keywords.get("num_items_in_batch")
             numbers = whole.digest, whole.rows, whole.length, 0 if items is None else int(items)
-        told = self.axis.begin("ContextParallel.forward", options, metadata=numbers, fault=fault).metadata.wait()
-        self._compare(told)
-        documents = set(whole.documents or (None,))
-        rows = [next(iter(documents))] if len(documents) == 1 else whole.documents
-        sequences = [Sequence(self.axis, self.layout, whole.lengths, bounds) for bounds in rows]
-        self._forward = Forward(type(model).__name__, sequences, self.method)
+        gathered = self.axis.begin("ContextParallel.forward", options, metadata=numbers, fault=fault).metadata.wait()
+        self._compare(gathered)
+        self._forward = Forward(type(model).__name__, whole.sequences(self.axis), self.method)
         running.forwards.append(self._forward)
         return args, keywords
 
@@ -196,10 +245,10 @@ class Enabled:
                 )
         return None
 
-    def _compare(self, told: list[tuple[int, ...]]) -> None:
-        """Everybody has heard the same, so everybody raises the same."""
+    def _compare(self, gathered: list[tuple[int, ...]]) -> None:
+        """Every rank has received the same, so every rank raises the same."""
         batches: dict[tuple[int, ...], list[int]] = {}
-        for rank, (digest, rows, length, _) in enumerate(told):
+        for rank, (digest, rows, length, _) in enumerate(gathered):
             batches.setdefault((digest, rows, length), []).append(rank)
         if len(batches) > 1:
             shown = "; ".join(
@@ -210,7 +259,7 @@ class Enabled:
                 f"ContextParallel: the ranks of one context group hold different samples: {shown}; every rank must get "
                 f"the same batch: read data by data rank, with cp.sampler(dataset, data=mesh['dp']) or cp.loader"
             )
-        items = [numbers[3] for numbers in told]
+        items = [numbers[3] for numbers in gathered]
         if len(set(items)) > 1:
             raise ValueError(
                 f"ContextParallel: num_items_in_batch is {items} on the ranks of one context group; it must be the "

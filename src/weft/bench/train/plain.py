@@ -2,19 +2,23 @@
 
 | piece             | here                                                                                           |
 |-------------------|------------------------------------------------------------------------------------------------|
-| linear attention  | LASP-2: a blocking all-gather of the states                                                    |
-| softmax attention | a blocking all-gather of all keys and values, on a contiguous layout                           |
+| linear attention  | LASP-2: a blocking all-gather of every rank's map of the state, in the backward again          |
+| softmax attention | a blocking all-gather of all keys and values, whether their documents meet or not; in the      |
+|                   | backward again, and a reduction of all gradients                                               |
 | embedding rows    | the whole table on every rank, its dense gradient all-reduced by DistributedDataParallel, Adam |
 | REKLS             | gradients all-reduced by DistributedDataParallel, every rank steps every matrix                |
 | AdamW             | the same with torch's AdamW                                                                    |
 
-Kernels, model, data and the mathematics of the step are the trainer's own: the losses follow each other.
+Both attentions are on a contiguous layout with packed documents. Kernels, model, data and the mathematics of the step
+are the trainer's own, so that a comparison is one of what is sent and when it is waited for: the losses follow each
+other.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,10 +26,14 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 import weft
-from weft.bench.train import plain_attention
-from weft.bench.train.plain_attention import gather_then_attend, lasp2
-from weft.comm import Axis, Ledger, record
+from weft.bench.attention.baselines import Baseline, options_for, strided
+from weft.bench.linear_attention.baselines import CHUNK
+from weft.comm import Axis, Call, Ledger, record
 from weft.comm.wire import SoloWire
+from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
+from weft.ops.scan import Affine, Form
+from weft.ops.scan.gather import fold
+from weft.ops.sequence import Sequence
 from weft.parallel.mesh import ParallelMesh, make_mesh
 from weft.parallel.wrappers import wrap_with_ddp
 from weft.train.config import TrainConfig, fit_mesh
@@ -40,6 +48,97 @@ METHODS = {
     "REKLS": "gradients all-reduced by DDP, every rank steps every matrix",
     "AdamW": "gradients all-reduced by DDP, every rank steps everything",
 }
+_FAMILIES = {"strided": "softmax attention", "lasp2": "linear attention"}  # by the names of their calls
+
+
+def gather_then_attend(q: Tensor, k: Tensor, v: Tensor, where: Sequence) -> Tensor:
+    """Causal softmax attention: q ``[1, T, H, D]``, k and v ``[1, T, Hk, D]`` of this rank's tokens."""
+    options = options_for(q, k, where.layout, (k.shape[2],), where)
+    return Baseline.apply(q, k, v, options, where.axis, strided)
+
+
+def lasp2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, where: Sequence) -> Tensor:
+    """Linear attention without scale: q, k, v ``[1, T, H, D]`` and g ``[1, T, H]`` of this rank's tokens."""
+    return _PackedLasp2.apply(q, k, v, g, where.axis, Segments.of(where))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The documents on a rank: tokens of each, and whether the first and the last go on beyond the rank."""
+
+    lengths: tuple[int, ...]
+    enters: bool
+    leaves: bool
+
+    @staticmethod
+    def of(where: Sequence) -> Segments:
+        """Those of this rank.
+
+        >>> Segments.of(Sequence(Axis.of(None), "contiguous", (5,), (0, 2, 5)))
+        Segments(lengths=(2, 3), enters=False, leaves=False)
+        """
+        assert where.layout == "contiguous", "a rank's tokens are one run"
+        begin = sum(where.lengths[: where.axis.rank])
+        end = begin + where.length
+        bounds = where.bounds or (0, where.total)
+        mine = [(low, high) for low, high in pairwise(bounds) if low < end and high > begin]
+        lengths = tuple(min(high, end) - max(low, begin) for low, high in mine)
+        return Segments(lengths, mine[0][0] < begin, mine[-1][1] > end)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the ranks must have in common."""
+
+    heads: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _PackedLasp2(torch.autograd.Function):
+    """LASP-2 where a document's state goes no further than the document."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, axis: Axis, here: Segments) -> Tensor:
+        call = axis.begin("lasp2", _Options(tuple(v.shape[2:]), v.dtype))
+        kernel = FORWARD["torch"](q, k, v, g, 1.0, list(here.lengths), CHUNK)
+        entering = _gather(call, kernel.maps, here.enters)
+        kernel.intra()
+        out, _ = kernel.finish(entering)
+        ctx.save_for_backward(q, k, v, g, entering)
+        ctx.how = axis, here
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, entering = ctx.saved_tensors
+        axis, here = ctx.how
+        call = axis.begin("lasp2.backward", _Options(tuple(v.shape[2:]), v.dtype)).reversed()
+        kernel = BACKWARD["torch"](q, k, v, g, 1.0, list(here.lengths), CHUNK, entering, grad)
+        log, state = kernel.maps
+        # Seen from the end of the sequence a rank's documents come in the opposite order.
+        arrived = _gather(call, (None if log is None else log.flip(0), state.flip(0)), here.leaves)
+        kernel.intra()
+        dq, dk, dv, dg, _ = kernel.finish(None if arrived is None else arrived.flip(0))
+        return dq, dk, dv, dg, None, None
+
+
+def _gather(call: Call, maps: tuple[Tensor | None, Tensor], enters: bool) -> Tensor | None:
+    """What arrives in each of a rank's segments ``[N, H, K, V]``, from everybody's map; waited for at once.
+
+    ``maps``: (log decay ``[N, H]``, state) of the segments in the order of the call's ranks. The last one is sent, also
+    if its document ends here: then nobody takes it, and it goes no further. What leaves a rank depends on what enters
+    it only where one document goes all the way through.
+    """
+    log, state = maps
+    assert log is not None
+    through = len(state) == 1 and enters
+    own = Affine.of(state[-1:], log[-1:] if through else torch.full_like(log[-1:], -math.inf))
+    everybody = torch.stack(call.all_gather(own.flat).wait())
+    if not enters:
+        return None
+    arrived = torch.zeros_like(state)
+    arrived[:1] = fold(everybody[: call.rank], Form.of(own.state, own.decay))
+    return arrived
 
 
 class DenseBigrams(weft.BigramHashEmbedding):
@@ -57,7 +156,7 @@ class DenseBigrams(weft.BigramHashEmbedding):
         return embedding(rows, self.weight)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Nothing: all rows are here."""
+        pass  # all rows are here
 
 
 class PlainStep:
@@ -80,13 +179,11 @@ class PlainStep:
         }  # fmt: skip
 
     def step(self) -> None:
-        """All of it."""
         self.norm = float(nn.utils.clip_grad_norm_(self.weights, self.clip))
         for part in self.parts.values():
             part.step()
 
     def zero_grad(self) -> None:
-        """Drop gradients."""
         for part in self.parts.values():
             part.zero_grad()
 
@@ -122,10 +219,7 @@ class PlainTrainer(Trainer):
         What DDP sends is not in the ledger: an all-reduce over P ranks in which each sends (P - 1) / P of its gradients
         once to be summed and once more as sums, the least there is.
         """
-        sent = dict.fromkeys(FAMILIES, 0)
-        for event in ledger.events:
-            name = event.operation.partition(".")[0]
-            sent[plain_attention.FAMILIES.get(name) or family_of(name)] += event.bytes_sent
+        sent = bytes_by_family(ledger)
         matrices, decayed, plain = sort_parameters(self.model)
         ranks = self.mesh.tokens.size
         for family, weights in (
@@ -138,18 +232,20 @@ class PlainTrainer(Trainer):
         return sent
 
 
-def count_plain_bytes(config: TrainConfig, ranks: int | None = None) -> dict[str, Any]:
-    """What one step of ``config`` sends with plain pieces, found out on new local ranks (None: as its mesh needs).
+def bytes_by_family(ledger: Ledger) -> dict[str, int]:
+    """What this rank sent, by weft's operations or plain ones."""
+    sent = dict.fromkeys(FAMILIES, 0)
+    for event in ledger.events:
+        sent[_FAMILIES.get(event.operation.partition(".")[0]) or family_of(event.operation)] += event.bytes_sent
+    return sent
+
+
+def count_plain_bytes(axis: Axis, config: TrainConfig) -> dict[str, Any]:
+    """What one step of ``config`` sends with plain pieces, found out on all ranks of WORLD, ``axis``.
 
     {"bytes": {family: bytes of one step, of all ranks together}, "methods": {family: words}, "ranks": number}: what is
-    written as RUN/plain.json for the report. `count_on_ranks` does it on ranks there are.
+    written as RUN/plain.json for the report.
     """
-    shape = fit_mesh(config.dp, config.cp, config.tp, ranks)
-    return weft.launch(count_on_ranks, math.prod(shape), config)[0]
-
-
-def count_on_ranks(axis: Axis, config: TrainConfig) -> dict[str, Any]:
-    """The same on all ranks of WORLD, ``axis``, who must all call it."""
     mesh = make_mesh(fit_mesh(config.dp, config.cp, config.tp, axis.size))
     trainer = PlainTrainer(replace(config, timeline_step=0, resume=None), mesh)
     try:
