@@ -13,8 +13,7 @@ from torch.nn.functional import embedding
 
 from weft.comm import Axis
 from weft.ops.embedding import RowExchange
-from weft.ops.embedding.compact import compact, segment_sum
-from weft.ops.embedding.ownership import Ownership
+from weft.ops.embedding.ids import Ownership, compact, segment_sum
 from weft.optim.rows.steps import AdamStep, Shard, step_dense, step_rows
 
 

@@ -18,9 +18,9 @@ from weft.bench.timing import line_up
 from weft.bench.world import RankPool
 from weft.comm import Axis, Ledger, record
 from weft.ops.embedding import RowExchange, ShardedEmbedding
-from weft.ops.embedding.compact import compact, segment_sum
+from weft.ops.embedding.ids import compact, segment_sum
 from weft.optim import RowAdam
-from weft.optim.rows.costs import RowCosts
+from weft.optim.rows.steps import RowCosts
 
 BEST_TODAY = "push + dense Adam + dense gather"
 

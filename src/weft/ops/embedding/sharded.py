@@ -13,15 +13,11 @@ from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, read
 from weft.comm.eager import eager
 from weft.comm.modes import outside_modes
-from weft.ops.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.ops.embedding.exchange import RowExchange
-from weft.ops.embedding.gather import all_rows
-from weft.ops.embedding.ids import find_ids_fault
-from weft.ops.embedding.lookup import Lookup, WholeTable
-from weft.ops.embedding.ownership import Ownership, find_ownership_fault
-from weft.ops.embedding.prefetch import Prefetch
-from weft.ops.embedding.table import RowTable
-from weft.ops.embedding.weight import RowWeight
+from weft.ops.embedding.ids import OWNERSHIPS, Ownership, find_ids_fault
+from weft.ops.embedding.lookup import Lookup, Prefetch, WholeTable
+from weft.ops.embedding.table import RowTable, RowWeight
+from weft.ops.embedding.whole import all_rows, from_checkpoint, to_checkpoint
 
 REDUCTIONS = ("mean", "sum")
 _BLOCK = 1 << 20  # elements drawn at once, a multiple of 16: blocks of that give the numbers of one long draw
@@ -83,7 +79,7 @@ class ShardedEmbedding(nn.Module):
         fault = (  # nothing is sent here, so it is this rank's alone
             find_integer_fault(name, "num_embeddings", num_embeddings, axis.rank, least=1)
             or find_integer_fault(name, "embedding_dim", embedding_dim, axis.rank, least=1)
-            or find_ownership_fault(name, ownership, axis.rank)
+            or find_choice_fault(name, "ownership", ownership, axis.rank, OWNERSHIPS)
             or find_choice_fault(name, "reduce", reduce, axis.rank, REDUCTIONS)
             or find_flag_fault(name, "replicate", replicate, axis.rank)
             or (None if padding_idx is None else find_integer_fault(name, "padding_idx", padding_idx, axis.rank))
