@@ -70,28 +70,23 @@ class RowExchange:
         group: Any = None,
     ) -> None:
         axis = Axis.of(group)
-        made = read("rows", axis.rank, lambda: _read(ids, num_embeddings, ownership, axis.rank))
+        made = read("rows", axis.rank, lambda: _read(ids, num_embeddings, ownership, axis))
         if isinstance(made, Exception):
             sets = len(ids) if isinstance(ids, tuple | list) else 1
             axis.refuse("rows", made, metadata=sets, metadata_each=sets)
-        self._open("rows", *made[:2], made[2].ownership, axis, made[2])
+        self._open("rows", made[0], axis, made[1])
 
     @classmethod
-    def of(
-        cls, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
-    ) -> RowExchange:
+    def of(cls, operation: str, sets: list[IdSet], axis: Axis, options: object) -> RowExchange:
         """For an operation with a name and options of its own, among them sizes and ownership; its ids are right."""
         exchange = cls.__new__(cls)
-        exchange._open(operation, ids, sizes, ownership, axis, options)
+        exchange._open(operation, sets, axis, options)
         return exchange
 
-    def _open(
-        self, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
-    ) -> None:
-        self.axis, self._operation = axis, operation
-        self._sets = [IdSet(one, Ownership(ownership, n, axis.size)) for one, n in zip(ids, sizes, strict=True)]
-        counts = [[one.bounds[rank + 1] - one.bounds[rank] for one in self._sets] for rank in range(axis.size)]
-        totals = [len(one.needed.unique) for one in self._sets]
+    def _open(self, operation: str, sets: list[IdSet], axis: Axis, options: object) -> None:
+        self.axis, self._operation, self._sets = axis, operation, sets
+        counts = [[one.bounds[rank + 1] - one.bounds[rank] for one in sets] for rank in range(axis.size)]
+        totals = [len(one.needed.unique) for one in sets]
         self.call: Call = axis.begin(operation, options, metadata=totals, metadata_each=counts)
         self._coming: Pending[None] | None = None
         self.dense_pull = False
@@ -237,24 +232,24 @@ class RowExchange:
         return Pending(finish)
 
 
-def _read(
-    ids: Any, num_embeddings: Any, ownership: Any, rank: int
-) -> tuple[list[Tensor], list[int], _Options] | Exception:
-    """(sets of ids, sizes of their tables, what ranks must have in common), or what is wrong."""
+def _read(ids: Any, num_embeddings: Any, ownership: Any, axis: Axis) -> tuple[list[IdSet], _Options] | Exception:
+    """(sets of ids, what ranks must have in common), or what is wrong."""
+    rank = axis.rank
     if isinstance(ids, Tensor):
         sets = [ids]
     elif isinstance(ids, tuple | list) and ids and all(isinstance(one, Tensor) for one in ids):
         sets = list(ids)
     else:
-        words = "ids must be a tensor of int32 or int64, or a list of such"
-        return TypeError(f"rows: {words}, got {show(ids)} (rank {rank})")
+        words = f"ids must be a tensor of int32 or int64, or a list of such, got {show(ids)}"
+        return TypeError(f"rows: {words} (rank {rank})")
     sizes = list(num_embeddings) if isinstance(num_embeddings, tuple | list) else [num_embeddings] * len(sets)
     if fault := find_ids_fault("rows", sets, sizes, rank):
         return fault
     if fault := find_choice_fault("rows", "ownership", ownership, rank, OWNERSHIPS):
         return fault
-    sizes = [int(size) for size in sizes]
-    return sets, sizes, _Options(tuple(sizes), the_choice(ownership, OWNERSHIPS))
+    options = _Options(tuple(int(size) for size in sizes), the_choice(ownership, OWNERSHIPS))
+    owned = (Ownership(options.ownership, rows, axis.size) for rows in options.num_embeddings)
+    return [IdSet(one, owners) for one, owners in zip(sets, owned, strict=True)], options
 
 
 def _find_tables_fault(

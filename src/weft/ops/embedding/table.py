@@ -34,13 +34,13 @@ _WRAPPERS = {
 
 
 class DeferredRows(Protocol):
-    """An optimizer that leaves rows alone and brings them up to date when they are needed."""
+    """The rows of a table, to an optimizer that leaves them alone until they are needed."""
 
-    def catch_up(self, table: RowTable, places: Tensor | None) -> None:
+    def catch_up(self, places: Tensor | None) -> None:
         """Bring own rows (None: all) to where the last step left the table."""
         ...
 
-    def moves_without_gradient(self, table: RowTable, places: Tensor) -> Tensor:
+    def moves_without_gradient(self, places: Tensor) -> Tensor:
         """Of own rows: whether the next step changes them even if they get no gradient."""
         ...
 
@@ -95,7 +95,7 @@ class RowTable:
     def current(self, places: Tensor | None = None) -> Tensor:
         """The shard, after ``places`` (None: all) have been brought up to date."""
         if self.deferred is not None:
-            self.deferred.catch_up(self, places)
+            self.deferred.catch_up(places)
         return self.shard
 
     def rows_in_weight(self, places: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class RowTable:
         assert self._changed is not None, "will_change is asked first"
         found = self._changed[places] > version
         if self.deferred is not None and self.version > version:
-            found |= self.deferred.moves_without_gradient(self, places)
+            found |= self.deferred.moves_without_gradient(places)
         return found
 
     def will_change(self, places: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class RowTable:
         for some in list(self._awaiting):
             expected[some] = True
         found = expected[places]
-        return found if self.deferred is None else found | self.deferred.moves_without_gradient(self, places)
+        return found if self.deferred is None else found | self.deferred.moves_without_gradient(places)
 
 
 class RowWeight(Parameter):

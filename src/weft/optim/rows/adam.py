@@ -15,15 +15,13 @@ from weft.comm.arguments import find_choice_fault, read
 from weft.comm.ledger import Event
 from weft.comm.modes import outside_modes
 from weft.ops.embedding import RowTable
-from weft.ops.embedding.whole import from_checkpoint, to_checkpoint
-from weft.optim.rows.state import RowState, RowUpdate
+from weft.optim.rows.state import MOMENTS, RowState, RowUpdate
 from weft.optim.rows.steps import RowCosts
 from weft.optim.step.group_faults import find_kind_fault, first_group_fault
 from weft.optim.step.part import Examined, StepPart, call_closure
-from weft.optim.step.saved_state import OF_TORCH, first_count, keep_own_options, take_apart
+from weft.optim.step.saved_state import OF_TORCH, keep_own_options, take_apart
 
 MODES = ("exact", "lazy", "auto")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RowAdam(StepPart):
@@ -74,13 +72,7 @@ class RowAdam(StepPart):
             self.param_groups.pop()
             raise fault
         for weight in group["params"]:
-            table: RowTable = weight.row_table
-            shape = (table.ownership.count(table.axis.rank), weight.shape[1])
-            first, second = (torch.zeros(shape, dtype=table.wide, device=weight.device) for _ in range(2))
-            self.state[weight] = {"step": first_count(), "exp_avg": first, "exp_avg_sq": second}
-            self._rows[weight] = RowState(table, (first, second), group, self._costs)
-            table.current()  # another optimizer may have stepped it until now
-            table.deferred = self
+            self._rows[weight] = RowState(self, weight.row_table, self._costs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,19 +86,14 @@ class RowAdam(StepPart):
             for weight in group["params"]:
                 if weight.row_table.has_gradient:
                     with outside_modes(weight):
-                        update = self._update(weight)
-                        update.step_in_place()
-                        self.state[weight]["step"].fill_(update.number)
+                        RowUpdate(self._rows[weight]).step_in_place()
         return loss
-
-    def _update(self, weight: Tensor) -> RowUpdate:
-        return RowUpdate(self._rows[weight], self._group_of(weight), int(self.state[weight]["step"]) + 1)
 
     def _find_fault(self) -> Exception | None:
         every = list(self._rows.values())
         rank = every[0].table.axis.rank if every else 0
         fault = first_group_fault("RowAdam", self.param_groups, find_group_fault, rank)
-        return fault or next(filter(None, (rows.find_fault(self) for rows in every)), None)
+        return fault or next(filter(None, (rows.find_fault() for rows in every)), None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are still under way are waited for first."""
@@ -144,7 +131,7 @@ class RowAdam(StepPart):
     def begin(self, present: Collection[Tensor]) -> None:
         """Take the tables that have gradients."""
         super().begin(present)
-        self._updates = [self._update(weight) if weight in present else None for weight in self._rows]
+        self._updates = [RowUpdate(rows) if weight in present else None for weight, rows in self._rows.items()]
 
     def collect_late(self) -> None:
         """Take gradients when they are worked on, not at the end of the backward: they travel under other work."""
@@ -186,27 +173,13 @@ class RowAdam(StepPart):
     def commit(self, accepted: bool) -> None:
         """Put the copies back."""
         updates, self._updates = self._updates, []
-        for (weight, rows), update in zip(self._rows.items(), updates, strict=False):
-            if update is not None and update.commit(accepted):
-                self.state[weight]["step"].fill_(update.number)
-                rows.table.pushes.events.clear()
+        for update in updates:
+            if update is not None:
+                update.commit(accepted)
 
     def explain_failure(self, name: str) -> str:
         """The gradient, once its rows have been summed."""
         return f"the gradient of {name} is not finite"
-
-    # What tables ask: see `weft.ops.embedding.table.DeferredRows`.
-
-    def catch_up(self, table: RowTable, places: Tensor | None) -> None:
-        """Bring own rows of a table (None: all) to where the last step left it."""
-        self._rows[table.weight].catch_up(places, for_step=False)
-
-    def moves_without_gradient(self, table: RowTable, places: Tensor) -> Tensor:
-        """Of own rows: whether the next step changes them even if they get no gradient."""
-        return self._rows[table.weight].moves_without_gradient(self._group_of(table.weight), places)
-
-    def _group_of(self, weight: Tensor) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(weight is one for one in group["params"]))
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -214,11 +187,8 @@ class RowAdam(StepPart):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.update(OF_TORCH)
-        for number, (weight, rows) in enumerate(self._rows.items()):
-            rows.flush(self._group_of(weight))
-            moments = [to_checkpoint(rows.table.axis, rows.table.ownership, moment) for moment in rows.moments]
-            step = self.state[weight]["step"].clone()
-            saved["state"][number] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        for number, rows in enumerate(self._rows.values()):
+            saved["state"][number] = rows.save()
         return saved
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -238,7 +208,7 @@ class RowAdam(StepPart):
                 raise ValueError(f"RowAdam: parameter {number} of the state has max_exp_avg_sq, of amsgrad=True")
         for number, (moments, rows) in enumerate(zip(given, self._rows.values(), strict=True)):
             wanted = [rows.table.ownership.rows, rows.shard.width]
-            shapes = {} if moments is None else {name: list(moments[name].shape) for name in _MOMENTS}
+            shapes = {} if moments is None else {name: list(moments[name].shape) for name in MOMENTS}
             for name, shape in shapes.items():
                 if shape != wanted:
                     words = f"{name} of parameter {number} is {shape} in the state, but the table is {wanted}"
@@ -251,29 +221,24 @@ class RowAdam(StepPart):
         saved, given = self._read_state(state_dict)
         for rows in self._rows.values():  # the steps that rows have missed were made with the old moments
             rows.catch_up(None, for_step=False)
-        own_state = {weight: self.state[weight] for weight in self._rows}
         super().load_state_dict(saved)
         for values, (weight, rows) in zip(given, self._rows.items(), strict=True):
-            state = self.state[weight] = own_state[weight]
-            state["step"].fill_(0.0 if values is None else float(values["step"]))
-            axis, ownership = rows.table.axis, rows.table.ownership
-            moments = [None if values is None else from_checkpoint(axis, ownership, values[name]) for name in _MOMENTS]
-            rows.load(moments, int(state["step"]), self._group_of(weight))
+            self.state[weight] = rows.state
+            rows.load(values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowAdam:
         """An optimizer of copies of the tables: those of a model that is copied beside it."""
         groups = []
         for group in self.param_groups:
             for weight in group["params"]:
-                self._rows[weight].flush(group)
+                self._rows[weight].flush()
             options = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
             weights = [copy.deepcopy(weight.row_table, memo).weight for weight in group["params"]]
             groups.append({**options, "params": weights})
         made = memo[id(self)] = type(self)(groups)
         made.defaults.update(self.defaults)
-        for weight, other in zip(self._rows, made._rows, strict=True):
-            step = made.state[other]["step"].copy_(self.state[weight]["step"])
-            made._rows[other].load(self._rows[weight].moments, int(step), made._group_of(other))
+        for rows, other in zip(self._rows.values(), made._rows.values(), strict=True):
+            other.go_on_from(*(rows.state[name] for name in ("step", *MOMENTS)))
         return made
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,64 +3,97 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from weft.comm import ledger
 from weft.comm.ledger import Event
 from weft.comm.modes import outside_modes
 from weft.ops.embedding import RowTable
 from weft.ops.embedding.ids import ScratchMemory
+from weft.ops.embedding.whole import from_checkpoint, to_checkpoint
 from weft.optim.owners import is_finite
 from weft.optim.rows.skipped_steps import StepHistory
 from weft.optim.rows.steps import AdamStep, RowCosts, Shard, catch_up_rows, step_dense, step_rows
+from weft.optim.step.saved_state import first_count
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
 
 
 class RowState:
     """The optimizer's part of one table: moments, and up to which step each own row is up to date.
 
-    ``shard`` is what it steps in place. ``costs``: of tables by width and dtype, as they are measured.
+    ``state`` is what the optimizer has of the weight, ``shard`` what it steps in place. ``costs``: of steps, by width
+    and dtype of tables, as they are measured. To the table it is the `DeferredRows`.
     """
 
     def __init__(
-        self, table: RowTable, moments: tuple[Tensor, Tensor], group: dict[str, Any],
-        costs: dict[tuple[int, torch.dtype], RowCosts],
+        self, optimizer: Optimizer, table: RowTable, costs: dict[tuple[int, torch.dtype], RowCosts]
     ) -> None:  # fmt: skip
-        self.table, self.moments, self._costs = table, moments, costs
+        self._optimizer, self.table, self._costs = optimizer, table, costs
         count, device = table.ownership.count(table.axis.rank), table.weight.device
+        first, second = (torch.zeros(count, table.weight.shape[1], dtype=table.wide, device=device) for _ in range(2))
+        self.moments = first, second
+        self.state = {"step": first_count(), "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[table.weight] = self.state
         self.last = torch.empty(count, dtype=torch.int32, device=device)
-        self.shard = Shard(table.shard, *moments)
+        self.shard = Shard(table.shard, first, second)
         self.copies_memory = [ScratchMemory() for _ in range(3)]  # of a step that may yet be dropped
-        self.begin(0, group)
+        self.begin(0)
+        table.current()  # another optimizer may have stepped it until now
+        table.deferred = self
 
-    def begin(self, step: int, group: dict[str, Any]) -> None:
+    @property
+    def group(self) -> dict[str, Any]:
+        """The options that the table has now."""
+        groups, weight = self._optimizer.param_groups, self.table.weight
+        return next(group for group in groups if any(weight is one for one in group["params"]))
+
+    def begin(self, step: int) -> None:
         """All rows are up to date at ``step``: from here on everything follows from weights and moments alone."""
         with outside_modes(self.table.weight):
             self.last.fill_(step)
             self.at_rest = (self.moments[0] == 0).all(1)  # such a row does not move by itself
+            group = self.group
             self.history = StepHistory(step, tuple(group["betas"]), group["eps"], self.table.wide)
 
-    def flush(self, group: dict[str, Any]) -> None:
+    def flush(self) -> None:
         """Bring all rows up to date and forget how: what is saved now is all there is, for whoever loads it."""
         self.catch_up(None, for_step=True)
-        self.begin(self.history.now, group)
+        self.begin(self.history.now)
 
-    def load(self, moments: Iterable[Tensor | None], step: int, group: dict[str, Any]) -> None:
-        """Go on from these moments of own rows (None: zeros), with all rows up to date at ``step``."""
+    def save(self) -> dict[str, Tensor]:
+        """Steps made, and moments of the whole table as a checkpoint holds them; all ranks must ask."""
+        self.flush()
+        axis, ownership = self.table.axis, self.table.ownership
+        moments = {name: to_checkpoint(axis, ownership, self.state[name]) for name in MOMENTS}
+        return {"step": self.state["step"].clone(), **moments}
+
+    def load(self, saved: Mapping[str, Tensor] | None) -> None:
+        """Go on from what `save` gave; None: from the beginning."""
+        if saved is None:
+            self.go_on_from(0.0, None, None)
+        else:
+            axis, ownership = self.table.axis, self.table.ownership
+            self.go_on_from(saved["step"], *(from_checkpoint(axis, ownership, saved[name]) for name in MOMENTS))
+
+    def go_on_from(self, step: Tensor | float, *moments: Tensor | None) -> None:
+        """Moments of own rows (None: zeros), with all rows up to date at ``step``."""
+        self.state["step"].fill_(float(step))
         for mine, value in zip(self.moments, moments, strict=True):
             mine.zero_() if value is None else mine.copy_(value)
-        self.begin(step, group)
+        self.begin(int(self.state["step"]))
 
-    def find_fault(self, optimizer: object) -> Exception | None:
+    def find_fault(self) -> Exception | None:
         """Whether another optimizer has taken the table, or it is of another kind than when its state was made."""
         table, moment = self.table, self.moments[0]
-        if table.deferred is not optimizer:
+        if table.deferred is not self:
             return ValueError(
                 f"RowAdam: a table of shape {list(table.weight.shape)} has been taken over by another RowAdam, which "
                 f"keeps its rows since (rank {table.axis.rank}); step a table with one optimizer, the newest"
@@ -96,7 +129,7 @@ class RowState:
             kind.masked_fill_(at_rest, 0)
         return torch.argsort(kind, stable=True), torch.bincount(kind, minlength=3).tolist()
 
-    def catch_up(self, places: Tensor | None, for_step: bool) -> None:
+    def catch_up(self, places: Tensor | None, for_step: bool = False) -> None:
         """Bring rows (None: all) to the last step. ``for_step``: their moments too, if nothing else would change."""
         with outside_modes(self.table.weight):
             if places is None:
@@ -132,8 +165,9 @@ class RowState:
         shard.exp_avg[faded if copies else places[faded]] = 0
         return places[faded]
 
-    def moves_without_gradient(self, group: dict[str, Any], places: Tensor) -> Tensor:
+    def moves_without_gradient(self, places: Tensor) -> Tensor:
         """Of own rows: whether the next step changes them even if they get no gradient."""
+        group = self.group
         if group["mode"] == "lazy":
             return torch.zeros_like(places, dtype=torch.bool)
         if self.history.decays or group["weight_decay"]:
@@ -151,6 +185,7 @@ class RowState:
 
     def stepped(self, group: dict[str, Any], number: int, places: Tensor) -> None:
         """Note that step ``number`` has been made, with gradients for ``places``."""
+        self.state["step"].fill_(number)
         if group["mode"] == "lazy":
             self.history.base = self.history.now = number
             self.last.fill_(number)
@@ -167,8 +202,8 @@ class RowUpdate:
     Copies are of the rows that a batch has touched, from their gradient's arrival to the verdict over the step.
     """
 
-    def __init__(self, rows: RowState, group: dict[str, Any], number: int) -> None:
-        self._rows, self._group, self.number = rows, group, number
+    def __init__(self, rows: RowState) -> None:
+        self._rows, self._group, self._number = rows, rows.group, int(rows.state["step"]) + 1
         self._order: Tensor | None = None  # in which they are copied
         self._copies: Shard | None = None
         self._worked = False
@@ -191,7 +226,7 @@ class RowUpdate:
     @property
     def _numbers(self) -> AdamStep:
         group = self._group
-        return AdamStep(self.number, float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"])
+        return AdamStep(self._number, float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"])
 
     def step_in_place(self) -> None:
         """Adam on the touched rows, where they lie."""
@@ -209,7 +244,7 @@ class RowUpdate:
                 rank, now = rows.table.axis.wire.rank, time.perf_counter()
                 name = f"RowAdam: {'dense' if dense else 'rows'}"
                 ledger.note(Event(name, rank, start=start, end=now, lane="RowAdam"))
-        rows.stepped(group, self.number, places)
+        rows.stepped(group, self._number, places)
 
     def copy_rows(self) -> None:
         """Copy the touched rows out and bring the copies up to date: needs their places, not their gradients."""
@@ -237,16 +272,16 @@ class RowUpdate:
         step_rows(self._copies, slice(0, len(grads)), grads, self._numbers, self._order)
         self._worked = True
 
-    def commit(self, accepted: bool) -> bool:
-        """Put the rows back, if accepted; whether that was done."""
+    def commit(self, accepted: bool) -> None:
+        """Put the rows back, if accepted."""
         if not accepted:
             self._rows.table.collect()
-            return False
+            return
         assert self._worked and self._copies is not None and self._order is not None
         rows, places = self._rows, self.gradient[0][self._order]
         with rows.table.writing():
             rows.shard.weight = rows.table.shard
             for target, copy in zip(rows.shard.tensors, self._copies.tensors, strict=True):
                 target.index_copy_(0, places, copy)
-        rows.stepped(self._group, self.number, places)
-        return True
+        rows.stepped(self._group, self._number, places)
+        rows.table.pushes.events.clear()

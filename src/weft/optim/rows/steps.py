@@ -1,6 +1,6 @@
 """Adam on some rows of a shard, in place and block by block so that little memory is used, again and again.
 
-`Shard.blocks` brings rows to flat memory and back, `_adam` is one step and `_catch_up` many without a gradient; every
+`Shard.blocks` brings rows to flat memory and back, `_adam` is one step, `catch_up_rows` many without a gradient: every
 step of `RowAdam` is made of these. torch's fused kernel rounds the last elements of a tensor differently when they do
 not fill a vector register, so memory is padded to whole ones: rows get the same bits wherever they are stepped.
 """
@@ -156,30 +156,25 @@ def step_dense(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> N
 
 def catch_up_rows(shard: Shard, rows: Tensor | slice, which: Tensor, skipped: Skipped, eps: float) -> None:
     """Bring rows as `Shard.blocks` takes them to now: the r-th by ``skipped[which[r]]``."""
+    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=which.device)
     for part, flat in shard.blocks(rows):
-        _catch_up(shard, flat, which[part], skipped, eps)
-
-
-def _catch_up(shard: Shard, flat: list[Tensor], kind: Tensor, skipped: Skipped, eps: float) -> None:
-    """Bring a block to now, its row r by ``skipped[kind[r]]``."""
-    rows = len(kind)
-    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=kind.device)
-    weight, exp_avg, exp_avg_sq = (shard.view(memory, rows) for memory in flat)
-    weight.mul_(skipped.weight[kind])
-    if skipped.amounts.shape[1]:  # else they are at rest
-        total, term, root = (shard.view(shard.scratch(index, rows), rows) for index in (3, 4, 5))
-        total.zero_()
-        torch.sqrt(exp_avg_sq, out=root)
-        amounts = skipped.amounts[kind]
-        for k in range(amounts.shape[1]):  # total += W / (root X + eps), in two passes
-            if skipped.points.ndim == 1:
-                torch.add(floor, root, alpha=float(skipped.points[k]), out=term)
-            else:
-                torch.addcmul(floor, root, skipped.points[kind, k, None], out=term)
-            total.addcdiv_(amounts[:, k, None], term)
-        weight.sub_(total.mul_(exp_avg))
-    exp_avg.mul_(skipped.momentum[kind])
-    exp_avg_sq.mul_(skipped.variance[kind])
+        kind, count = which[part], part.stop - part.start
+        weight, exp_avg, exp_avg_sq = (shard.view(memory, count) for memory in flat)
+        weight.mul_(skipped.weight[kind])
+        if skipped.amounts.shape[1]:  # else they are at rest
+            total, term, root = (shard.view(shard.scratch(index, count), count) for index in (3, 4, 5))
+            total.zero_()
+            torch.sqrt(exp_avg_sq, out=root)
+            amounts = skipped.amounts[kind]
+            for k in range(amounts.shape[1]):  # total += W / (root X + eps), in two passes
+                if skipped.points.ndim == 1:
+                    torch.add(floor, root, alpha=float(skipped.points[k]), out=term)
+                else:
+                    torch.addcmul(floor, root, skipped.points[kind, k, None], out=term)
+                total.addcdiv_(amounts[:, k, None], term)
+            weight.sub_(total.mul_(exp_avg))
+        exp_avg.mul_(skipped.momentum[kind])
+        exp_avg_sq.mul_(skipped.variance[kind])
 
 
 @dataclass(frozen=True)
