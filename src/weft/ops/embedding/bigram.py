@@ -77,9 +77,10 @@ class BigramHashEmbedding(ShardedEmbedding):
         nn.init.zeros_(self.weight)
 
     def rows_of(self, tokens: Tensor, out: Tensor | None = None, *, cu_seqlens: Any = None) -> Tensor:
-        """The hash alone, ``[B, T]`` int32, for a loader that hashes ahead; pass it to `forward` as ``rows=``.
+        """The hash alone, ``[B, T]`` int32, for a loader that hashes ahead: the ids that `prefetch` takes.
 
-        ``out``: where to put it, for example pinned memory. For tokens of a sequence that is not sharded.
+        Pass it to `forward` as ``rows=``. ``out``: where to put it, for example pinned memory. For tokens of a sequence
+        that is not sharded.
         """
         bounds = read("BigramHashEmbedding", self.axis.rank, lambda: self._read_bounds(tokens, cu_seqlens))
         if isinstance(bounds, Exception):  # nothing is sent here
@@ -148,10 +149,6 @@ class BigramHashEmbedding(ShardedEmbedding):
             return ValueError(f"BigramHashEmbedding: {words} (rank {self.axis.rank})")
         bounds = self._read_bounds(tokens, cu_seqlens)
         return bounds if isinstance(bounds, Exception) else self._rows_of_whole(tokens, bounds)
-
-    def prefetch(self, ids: Tensor) -> None:
-        """Start fetching the rows of the next batch: ``ids`` are what `rows_of` gives, and then ``rows=``."""
-        super().prefetch(ids)
 
     def _rows_of_sharded(
         self, tokens: Any, rows: Any, cu_seqlens: Any, layout: str | None, context_group: Any, given: Sequence | None

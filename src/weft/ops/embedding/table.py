@@ -98,20 +98,6 @@ class RowTable:
             self.deferred.catch_up(places)
         return self.shard
 
-    def rows_in_weight(self, places: Tensor) -> Tensor:
-        """Where own rows lie in the weight."""
-        if not self.replicate:
-            return places
-        ids = self.ownership.ids(self.axis.rank)
-        return places * (ids.step or 1) + ids.start
-
-    def places_in_weight(self, rows: Tensor) -> Tensor:
-        """The places of own rows of the weight."""
-        if not self.replicate:
-            return rows
-        ids = self.ownership.ids(self.axis.rank)
-        return (rows - ids.start) // (ids.step or 1)
-
     def expect_gradient(self, take: Callable[[], None]) -> None:
         """A gradient is under way that ``take`` waits for and adds.
 
@@ -170,7 +156,8 @@ class RowTable:
             return self.gradient()
         if not grad.is_coalesced():
             self.weight.grad = grad = grad.coalesce()
-        return self.places_in_weight(grad.indices()[0]), grad.values()
+        ids, rows = self.ownership.ids(self.axis.rank), grad.indices()[0]
+        return (rows - ids.start) // (ids.step or 1) if self.replicate else rows, grad.values()
 
     def add_gradient(self, places: Tensor, rows: Tensor) -> None:
         """Add gradients of own rows, each place once and rising. Earlier backwards come first in every sum."""
@@ -184,8 +171,10 @@ class RowTable:
         if self.weight.grad_dtype != rows.dtype:
             self.weight.grad = None
             self.weight.grad_dtype = rows.dtype
+        ids = self.ownership.ids(self.axis.rank)
+        where = places * (ids.step or 1) + ids.start if self.replicate else places  # in the weight
         self.weight.grad = torch.sparse_coo_tensor(
-            self.rows_in_weight(places)[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False
+            where[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False
         )
 
     # What prefetching asks: see `weft.ops.embedding.lookup.Prefetch`.
@@ -268,11 +257,9 @@ class RowWeight(Parameter):
 
 def _touches_values(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return func in _READING
     if name in ("__set__", "__delete__"):
         return func == Tensor.data.__set__  # type: ignore[attr-defined]
-    return func not in _LOOKING
+    return func in _READING if name == "__get__" else func not in _LOOKING
 
 
 def _weights_in(values: Any) -> Iterator[RowWeight]:

@@ -41,53 +41,45 @@ def to_checkpoint(axis: Axis, ownership: Ownership, mine: Tensor) -> Tensor:
         return mine
     if not has_process_group(axis):
         return all_rows(axis, ownership, mine)
-    return as_dtensor(axis, _to_blocks(axis, ownership, mine), ownership.rows)
+    return as_dtensor(axis, _reshard(axis, ownership, mine, to_blocks=True), ownership.rows)
 
 
 def from_checkpoint(axis: Axis, ownership: Ownership, value: Tensor) -> Tensor:
     """Own rows out of what a checkpoint holds: a DTensor on any ranks, or all rows in a plain tensor."""
     here = rows_here(axis, value)
     if here is not None:
-        return _from_blocks(axis, ownership, here)
+        return _reshard(axis, ownership, here, to_blocks=False)
     return whole_of(value)[ownership.ids(axis.rank)]
 
 
-def _to_blocks(axis: Axis, strided: Ownership, mine: Tensor) -> Tensor:
-    """Own rows, strided, for a block of consecutive ones. Contiguous rows are such a block already."""
+def _reshard(axis: Axis, strided: Ownership, rows: Tensor, to_blocks: bool) -> Tensor:
+    """Own rows, strided, to a block of consecutive ones, or back. Contiguous rows are such a block already."""
     if strided.kind == "contiguous":
-        return mine
-    call = axis.begin("embedding.to_blocks", _Options(strided, tuple(mine.shape[1:]), mine.dtype))
-    outgoing = [mine[_shared_rows(strided, axis.rank, block)] for block in range(axis.size)]
-    parts = call.all_to_all(outgoing, [_count(strided, owner, axis.rank) for owner in range(axis.size)]).wait()
-    block = mine.new_empty(_blocks(strided).count(axis.rank), *mine.shape[1:])
-    for owner, part in enumerate(parts):
-        block[_within_block(strided, owner, axis.rank)] = part
+        return rows
+    name, ranks = f"embedding.{'to' if to_blocks else 'from'}_blocks", range(axis.size)
+    call = axis.begin(name, _Options(strided, tuple(rows.shape[1:]), rows.dtype))
+    owned = [_owned_of_block(strided, axis.rank, block) for block in ranks]
+    within = [_within_block(strided, owner, axis.rank) for owner in ranks]
+    if not to_blocks:
+        outgoing = [rows[part].contiguous() for part in within]
+        return torch.cat(call.all_to_all(outgoing, [part.stop - part.start for part in owned]).wait())
+    arriving = [_owned_of_block(strided, owner, axis.rank) for owner in ranks]
+    parts = call.all_to_all([rows[part] for part in owned], [part.stop - part.start for part in arriving]).wait()
+    block = rows.new_empty(_blocks(strided).count(axis.rank), *rows.shape[1:])
+    for where, part in zip(within, parts, strict=True):
+        block[where] = part
     return block
-
-
-def _from_blocks(axis: Axis, strided: Ownership, block: Tensor) -> Tensor:
-    """And back."""
-    if strided.kind == "contiguous":
-        return block
-    call = axis.begin("embedding.from_blocks", _Options(strided, tuple(block.shape[1:]), block.dtype))
-    outgoing = [block[_within_block(strided, owner, axis.rank)].contiguous() for owner in range(axis.size)]
-    return torch.cat(call.all_to_all(outgoing, [_count(strided, axis.rank, at) for at in range(axis.size)]).wait())
 
 
 def _blocks(strided: Ownership) -> Ownership:
     return Ownership("contiguous", strided.rows, strided.size)
 
 
-def _shared_rows(strided: Ownership, owner: int, block: int) -> slice:
+def _owned_of_block(strided: Ownership, owner: int, block: int) -> slice:
     """Of the rows of ``owner``, by place, those in ``block``: neighbours."""
     ids = _blocks(strided).ids(block)
     first, last = (-(-(bound - owner) // strided.size) for bound in (ids.start, ids.stop))
     return slice(max(0, first), max(0, last))
-
-
-def _count(strided: Ownership, owner: int, block: int) -> int:
-    shared = _shared_rows(strided, owner, block)
-    return shared.stop - shared.start
 
 
 def _within_block(strided: Ownership, owner: int, block: int) -> slice:

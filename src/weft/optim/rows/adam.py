@@ -15,7 +15,7 @@ from weft.comm.arguments import find_choice_fault, read
 from weft.comm.ledger import Event
 from weft.comm.modes import outside_modes
 from weft.ops.embedding import RowTable
-from weft.optim.rows.state import MOMENTS, RowState, RowUpdate
+from weft.optim.rows.state import MOMENTS, Costs, RowState, RowUpdate
 from weft.optim.rows.steps import RowCosts
 from weft.optim.step.group_faults import find_kind_fault, first_group_fault
 from weft.optim.step.part import Examined, StepPart, call_closure
@@ -61,7 +61,7 @@ class RowAdam(StepPart):
             raise fault
         self._rows: dict[Tensor, RowState] = {}
         self._updates: list[RowUpdate | None] = []  # of the step under way
-        self._costs: dict[tuple[int, torch.dtype], RowCosts] = {}
+        self._costs: Costs = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "mode": mode})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

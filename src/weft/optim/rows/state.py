@@ -23,19 +23,17 @@ from weft.optim.rows.steps import AdamStep, RowCosts, Shard, catch_up_rows, step
 from weft.optim.step.saved_state import first_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Costs = dict[tuple[int, torch.dtype], RowCosts]  # by width and dtype of tables, once they are measured
 LONGEST = 256  # steps a row may lag where momentum never fades (b1 >= sqrt(b2))
 
 
 class RowState:
     """The optimizer's part of one table: moments, and up to which step each own row is up to date.
 
-    ``state`` is what the optimizer has of the weight, ``shard`` what it steps in place. ``costs``: of steps, by width
-    and dtype of tables, as they are measured. To the table it is the `DeferredRows`.
+    ``state`` is what the optimizer has of the weight, ``shard`` what it steps in place. It is `RowTable.deferred`.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, table: RowTable, costs: dict[tuple[int, torch.dtype], RowCosts]
-    ) -> None:  # fmt: skip
+    def __init__(self, optimizer: Optimizer, table: RowTable, costs: Costs) -> None:
         self._optimizer, self.table, self._costs = optimizer, table, costs
         count, device = table.ownership.count(table.axis.rank), table.weight.device
         first, second = (torch.zeros(count, table.weight.shape[1], dtype=table.wide, device=device) for _ in range(2))
@@ -108,25 +106,17 @@ class RowState:
     def prepare(self, group: dict[str, Any]) -> None:
         """Before a step with the options of ``group``: if the last ones differ, bring all rows up to date."""
         history, lazy = self.history, group["mode"] == "lazy"
-        settings = (tuple(group["betas"]), group["eps"])
-        other = settings != (history.betas, history.eps) or (
-            history.horizon is None and history.now - history.base >= LONGEST
-        )
-        if lazy and history.now > history.base:  # it was another mode before
+        settings, steps = (tuple(group["betas"]), group["eps"]), history.now - history.base
+        other = settings != (history.betas, history.eps) or (history.horizon is None and steps >= LONGEST)
+        if lazy and steps:  # it was another mode before
             self.catch_up(None, for_step=True)
         elif not lazy and other:
             self.catch_up(None, for_step=True)  # by what they were made with
             self.history = StepHistory(history.now, *settings, self.table.wide)
 
-    def sort(self, places: Tensor, for_step: bool) -> tuple[Tensor, list[int]]:
-        """An order of own rows: up to date, at rest, moving; within each as they are. How many each has.
-
-        Not ``for_step``: rows at rest whose weights no step has changed are up to date, too.
-        """
-        at_rest = self.at_rest[places]
-        kind = (self.last[places] < self.history.now) * (2 - at_rest.int())
-        if not for_step and not self.history.decays:
-            kind.masked_fill_(at_rest, 0)
+    def sort(self, places: Tensor) -> tuple[Tensor, list[int]]:
+        """An order of own rows: up to date, at rest, moving; within each as they are. How many each has."""
+        kind = (self.last[places] < self.history.now) * (2 - self.at_rest[places].int())
         return torch.argsort(kind, stable=True), torch.bincount(kind, minlength=3).tolist()
 
     def catch_up(self, places: Tensor | None, for_step: bool = False) -> None:
@@ -134,18 +124,22 @@ class RowState:
         with outside_modes(self.table.weight):
             if places is None:
                 places = torch.arange(len(self.last), device=self.last.device)
-            order, counts = self.sort(places, for_step)
-            if counts[0] == len(places):
+            stale, at_rest = self.last[places] < self.history.now, self.at_rest[places]
+            if not for_step and not self.history.decays:
+                stale &= ~at_rest
+            places, at_rest = places[stale], at_rest[stale]
+            if not len(places):
                 return
-            places = places[order]
+            resting = places[at_rest]
+            places = torch.cat([resting, places[~at_rest]]) if len(resting) else places
             self.shard.weight = self.table.shard
             with self.table.writing():
-                faded = self.bring(self.shard, places, counts)
-                self.last[places[counts[0] :]] = self.history.now
+                faded = self.bring(self.shard, places, [0, len(resting), len(places) - len(resting)])
+                self.last[places] = self.history.now
                 self.at_rest[faded] = True
 
     def bring(self, shard: Shard, places: Tensor, counts: list[int], copies: bool = False) -> Tensor:
-        """Bring the rows at ``places``, in the order of `sort`, to now; those whose momentum has faded, and is zero.
+        """Bring rows in the order of `sort`, with its ``counts``, to now; those whose momentum has faded, and is zero.
 
         ``copies``: ``shard`` has copies of these rows, in this order, and they are changed there.
         """
@@ -252,7 +246,7 @@ class RowUpdate:
             return
         places, rows = self.gradient[0], self._rows
         rows.prepare(self._group)
-        self._order, counts = rows.sort(places, for_step=True)
+        self._order, counts = rows.sort(places)
         places = places[self._order]
         rows.shard.weight = rows.table.shard
         weight, exp_avg, exp_avg_sq = (
