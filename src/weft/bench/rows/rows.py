@@ -160,7 +160,7 @@ def weft_methods(case: Case) -> list[str]:
 
 
 def fits(case: Case, name: str, ranks: int) -> bool:
-    """Whether a baseline's tables, moments and gradients find room in this machine beside weft's."""
+    """Whether a baseline's tables, moments and gradients fit in this machine's memory beside weft's."""
     elements, bytes_each = case.rows * case.width, case.dtype.itemsize
     _, sharded = BASELINES[name]
     moments = 8 / ranks if sharded else 8

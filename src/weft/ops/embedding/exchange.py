@@ -70,11 +70,13 @@ class RowExchange:
         group: Any = None,
     ) -> None:
         axis = Axis.of(group)
-        made = read("rows", axis.rank, lambda: _read(ids, num_embeddings, ownership, axis))
+        made = read("rows", axis.rank, lambda: _read(ids, num_embeddings, ownership, axis.rank))
         if isinstance(made, Exception):
             sets = len(ids) if isinstance(ids, tuple | list) else 1
             axis.refuse("rows", made, metadata=sets, metadata_each=sets)
-        self._open("rows", made[0], axis, made[1])
+        given, options = made
+        owners = (Ownership(options.ownership, rows, axis.size) for rows in options.num_embeddings)
+        self._open("rows", [IdSet(one, owner) for one, owner in zip(given, owners, strict=True)], axis, options)
 
     @classmethod
     def of(cls, operation: str, sets: list[IdSet], axis: Axis, options: object) -> RowExchange:
@@ -85,7 +87,7 @@ class RowExchange:
 
     def _open(self, operation: str, sets: list[IdSet], axis: Axis, options: object) -> None:
         self.axis, self._operation, self._sets = axis, operation, sets
-        counts = [[one.bounds[rank + 1] - one.bounds[rank] for one in sets] for rank in range(axis.size)]
+        counts = [list(of_rank) for of_rank in zip(*(one.counts for one in sets), strict=True)]
         totals = [len(one.needed.unique) for one in sets]
         self.call: Call = axis.begin(operation, options, metadata=totals, metadata_each=counts)
         self._coming: Pending[None] | None = None
@@ -232,9 +234,8 @@ class RowExchange:
         return Pending(finish)
 
 
-def _read(ids: Any, num_embeddings: Any, ownership: Any, axis: Axis) -> tuple[list[IdSet], _Options] | Exception:
+def _read(ids: Any, num_embeddings: Any, ownership: Any, rank: int) -> tuple[list[Tensor], _Options] | Exception:
     """(sets of ids, what ranks must have in common), or what is wrong."""
-    rank = axis.rank
     if isinstance(ids, Tensor):
         sets = [ids]
     elif isinstance(ids, tuple | list) and ids and all(isinstance(one, Tensor) for one in ids):
@@ -248,8 +249,7 @@ def _read(ids: Any, num_embeddings: Any, ownership: Any, axis: Axis) -> tuple[li
     if fault := find_choice_fault("rows", "ownership", ownership, rank, OWNERSHIPS):
         return fault
     options = _Options(tuple(int(size) for size in sizes), the_choice(ownership, OWNERSHIPS))
-    owned = (Ownership(options.ownership, rows, axis.size) for rows in options.num_embeddings)
-    return [IdSet(one, owners) for one, owners in zip(sets, owned, strict=True)], options
+    return sets, options
 
 
 def _find_tables_fault(

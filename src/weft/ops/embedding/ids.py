@@ -157,8 +157,8 @@ def _holders(tensor: Tensor) -> int:
 class IdSet:
     """One set of ids: what this rank needs, and once ids have travelled, what it is asked for.
 
-    needed: rows needed, by slot. bounds: ``needed.unique[bounds[r]:bounds[r+1]]`` are owned by rank r.
-    asked: places ``[A]`` of own rows that the ranks need, rank by rank; ``asked_bounds`` likewise.
+    needed: rows needed, by slot. bounds: ``needed.unique[bounds[r]:bounds[r+1]]`` are owned by rank r,
+    ``counts[r]`` rows. asked: places ``[A]`` of own rows that the ranks need, rank by rank; ``asked_bounds`` likewise.
     """
 
     def __init__(self, ids: Tensor, ownership: Ownership) -> None:
@@ -167,6 +167,7 @@ class IdSet:
         cuts = torch.arange(1, ownership.size, device=ids.device) * ownership.stride
         inner = torch.searchsorted(self.needed.unique, cuts).tolist()
         self.bounds: list[int] = [0, *inner, len(self.needed.unique)]
+        self.counts = [end - start for start, end in pairwise(self.bounds)]
         self.asked = ids.new_empty(0)
         self.asked_bounds: list[int] = []
 

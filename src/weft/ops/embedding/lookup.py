@@ -160,12 +160,11 @@ class Prefetch:
                 for part in [one.asked_by(to)]
             ]
         host = call.wire.host
-        counts = {at: one.bounds[at + 1] - one.bounds[at] for at in call.others}
-        bits = [(at, torch.empty(-(-count // 8), dtype=torch.uint8, device=host)) for at, count in counts.items()]
+        bits = [(at, torch.empty(-(-one.counts[at] // 8), dtype=torch.uint8, device=host)) for at in call.others]
         call.exchange_on_host(
             call.record.tag, [(to, _pack(self._sent[one.asked_by(to)].to(host))) for to in call.others], bits
         ).wait()
-        came = {at: _unpack(packed, counts[at]) for at, packed in bits}
+        came = {at: _unpack(packed, one.counts[at]) for at, packed in bits}
         received = [(at, self._rows.new_empty(int(marks.sum()), self._rows.shape[1])) for at, marks in came.items()]
         call.exchange(outgoing, received).wait()
         for at, rows in received:
@@ -204,8 +203,7 @@ class Prefetch:
     def _fetch_rest(self, call: Call, shard: Tensor, again: Tensor, counts: list[int]) -> None:
         """What did not come ahead, in its order; and ``again`` rows that did, with their positions."""
         one, rows = self.exchange[0], self._rows
-        own = one.owned_by(call.rank)
-        torch.index_select(shard, 0, one.asked[one.asked_by(call.rank)], out=rows[own])
+        torch.index_select(shard, 0, one.asked[one.asked_by(call.rank)], out=rows[one.owned_by(call.rank)])
         sends, receives = [], []
         for to in call.others:
             part = one.asked_by(to)
@@ -218,10 +216,8 @@ class Prefetch:
             missing = int((~self._came[one.owned_by(at)]).sum())
             incoming = [rows.new_empty(missing, rows.shape[1])]
             if counts[at]:
-                incoming += [
-                    rows.new_empty(counts[at], rows.shape[1]),
-                    one.asked.new_empty(counts[at], dtype=torch.int32),
-                ]
+                incoming.append(rows.new_empty(counts[at], rows.shape[1]))
+                incoming.append(one.asked.new_empty(counts[at], dtype=torch.int32))
             receives.append((at, incoming))
         exchange_coalesced(call, sends, receives).wait()
         for at, incoming in receives:

@@ -79,7 +79,7 @@ class RowAdam(StepPart):
         """Step every table that has a gradient."""
         loss = call_closure(closure)
         if fault := self._find_fault():
-            for axis in self.step_axes():  # nothing is sent here: the others hear of it when they wait for this rank
+            for axis in self.step_axes():  # nothing is sent here: the others learn it when they wait for this rank
                 axis.publish_fault("RowAdam", fault)
             raise fault
         for group in self.param_groups:

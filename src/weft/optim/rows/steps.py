@@ -38,7 +38,7 @@ class Shard:
     weight: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    _scratch: list[Tensor] = field(default_factory=list)
+    _scratch: dict[int, Tensor] = field(default_factory=dict)
 
     def of_copies(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Shard:
         """Copies of some rows as a shard of their own, stepped with the same scratch memory."""
@@ -61,11 +61,10 @@ class Shard:
         """Memory that is used again and again, flat, for ``rows`` rows and to the end of a vector register."""
         usual, needed = (-(-count * self.width // _REGISTER) * _REGISTER
                          for count in (min(self.block, len(self.exp_avg)), rows))  # fmt: skip
-        while len(self._scratch) <= index:
-            self._scratch.append(self.exp_avg.new_zeros(max(usual, needed)))
-        if self._scratch[index].numel() < needed:  # made for fewer: see `of_copies`; a row may be asked for twice
-            self._scratch[index] = self.exp_avg.new_zeros(max(usual, needed))
-        return self._scratch[index][:needed]
+        memory = self._scratch.get(index)
+        if memory is None or memory.numel() < needed:  # made for fewer: see `of_copies`; rows may be asked for twice
+            memory = self._scratch[index] = self.exp_avg.new_zeros(max(usual, needed))
+        return memory[:needed]
 
     def view(self, memory: Tensor, rows: int) -> Tensor:
         return memory[: rows * self.width].view(rows, self.width)
