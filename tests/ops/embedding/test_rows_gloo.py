@@ -207,7 +207,7 @@ def run_example(axis: weft.Axis, path: str) -> list[float]:
 
 
 def test_the_example_learns(pool: ProcessWorld) -> None:
-    path = Path(__file__).parents[2] / "examples" / "rows.py"
+    path = Path(__file__).parents[3] / "examples" / "rows.py"
     assert len(path.read_text().splitlines()) < 60
     for losses in pool.run(run_example, str(path)):
         assert losses[-1] < 0.5 * losses[0]
