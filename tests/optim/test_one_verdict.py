@@ -18,7 +18,7 @@ import weft.optim.slices.adamw
 from weft import optim
 from weft.errors import NcclRuleError
 from weft.optim.matrix import stable
-from weft.optim.rows.update import RowUpdate
+from weft.optim.rows.state import RowUpdate
 
 pytestmark = pytest.mark.usefixtures("network")
 

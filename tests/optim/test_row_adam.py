@@ -11,10 +11,8 @@ from worlds import virtual_world
 
 import weft
 from weft import optim
-from weft.optim.rows import adam as module
-from weft.optim.rows.costs import RowCosts
 from weft.optim.rows.skipped_steps import StepHistory
-from weft.optim.rows.steps import AdamStep, Shard, step_dense, step_rows
+from weft.optim.rows.steps import AdamStep, RowCosts, Shard, step_dense, step_rows
 
 
 def table_of(rows: int = 9, width: int = 3, **options) -> weft.ShardedEmbedding:
@@ -106,7 +104,7 @@ def test_both_ways_of_a_step_give_the_same_bits(width: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dense", [False, True])
 def test_auto_says_what_it_picked(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = RowCosts(copied=1.0, in_place=0.1 if dense else 10.0, kept=0.1)
-    monkeypatch.setattr(module.RowCosts, "measure", staticmethod(lambda shard: costs))
+    monkeypatch.setattr(RowCosts, "measure", staticmethod(lambda shard: costs))
     tables = [table_of(), table_of()]
     for table, mode in zip(tables, ("exact", "auto"), strict=True):
         optimizer = optim.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode=mode)
@@ -177,10 +175,10 @@ def test_a_row_left_alone_for_long_comes_to_rest() -> None:
         dense.step()
         optimizer.zero_grad()
         dense.zero_grad()
-    assert not optimizer.is_restless(table.table, torch.tensor([0])).any()
-    assert optimizer.is_restless(table.table, torch.tensor([1])).all()
+    assert not table.table.deferred.moves_without_gradient(torch.tensor([0])).any()
+    assert table.table.deferred.moves_without_gradient(torch.tensor([1])).all()
     torch.testing.assert_close(table.full_weight(), plain.weight, rtol=1e-12, atol=1e-12)
-    assert not optimizer.is_restless(table.table, torch.tensor([1])).any()
+    assert not table.table.deferred.moves_without_gradient(torch.tensor([1])).any()
     for step, ids in enumerate([[1], [1, 4]]):
         backward(table, ids, step)
         backward(plain, ids, step)

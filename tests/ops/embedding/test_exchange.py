@@ -11,13 +11,12 @@ from worlds import virtual_world
 
 import weft
 from weft.ops.embedding import exchange as module
-from weft.ops.embedding.compact import compact, segment_sum
-from weft.ops.embedding.ownership import KINDS, Ownership
+from weft.ops.embedding.ids import OWNERSHIPS, Ownership, compact, segment_sum
 
 pytestmark = pytest.mark.usefixtures("network")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OWNERSHIPS)
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 1003])
 def test_every_row_has_one_owner(kind: str, rows: int) -> None:
     for size in (1, 2, 3, 5, 8, 13):
@@ -50,7 +49,7 @@ def shards(axis: weft.Axis, ownership: str) -> tuple[list[Tensor], Tensor, list[
     return [a, b], c, mine[:2], mine[2]
 
 
-@pytest.mark.parametrize("ownership", KINDS)
+@pytest.mark.parametrize("ownership", OWNERSHIPS)
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_several_tables_in_one_exchange(
@@ -133,7 +132,7 @@ def test_bytes_of_push_and_pull(size: int, dtype: torch.dtype) -> None:
 def test_strided_owners_of_zipf_ids_are_evenly_loaded() -> None:
     rows, size = 100_000, 8
     loads = {}
-    for kind in KINDS:
+    for kind in OWNERSHIPS:
         ownership, load = Ownership(kind, rows, size), torch.zeros(size)
         for rank in range(size):
             owners = ownership.slots(zipf(rank, 16_384, rows).unique()) // ownership.stride

@@ -8,7 +8,7 @@ from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.ops.embedding import prefetch
+from weft.ops.embedding import lookup
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -195,10 +195,10 @@ def test_a_buffer_that_is_filled_again_is_another_batch(size: int) -> None:
 
 @pytest.mark.parametrize("then", ["forward", "prefetch"])
 def test_a_prefetch_that_failed_is_forgotten(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch_early = prefetch.Prefetch._fetch_early
+    fetch_ahead = lookup.Prefetch._fetch_ahead
 
-    def fail_at_first(self: prefetch.Prefetch, call: object) -> None:
-        fetch_early(self, call)
+    def fail_at_first(self: lookup.Prefetch, call: object) -> None:
+        fetch_ahead(self, call)
         if not hasattr(self._table, "has_failed"):
             self._table.has_failed = True
             raise MemoryError("no room for rows")
@@ -216,6 +216,6 @@ def test_a_prefetch_that_failed_is_forgotten(then: str, monkeypatch: pytest.Monk
         table.prefetch(THIS)
         return [*found, torch.equal(table(THIS), rows_now(table, THIS))]
 
-    monkeypatch.setattr(prefetch.Prefetch, "_fetch_early", fail_at_first)
+    monkeypatch.setattr(lookup.Prefetch, "_fetch_ahead", fail_at_first)
     for found in virtual_world(3).run(program).results:
         assert found == ["no room for rows", True, True, True]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from weft.bench.report import Column, Layout, Report
-from weft.bench.rows.dense_rows import BASELINES, WholeTable
+from weft.bench.rows.baselines import BASELINES, WholeTable
 from weft.bench.timing import line_up
 from weft.bench.world import RankPool
 from weft.comm import Axis, Ledger, record
 from weft.ops.embedding import RowExchange, ShardedEmbedding
-from weft.ops.embedding.compact import compact, segment_sum
+from weft.ops.embedding.ids import compact, segment_sum
 from weft.optim import RowAdam
-from weft.optim.rows.costs import RowCosts
+from weft.optim.rows.steps import RowCosts
 
 BEST_TODAY = "push + dense Adam + dense gather"
 
@@ -41,12 +41,16 @@ class Case:
         rows = f"{self.rows // 1_000_000}M" if self.rows >= 1_000_000 else f"{self.rows // 1000}k"
         return f"{rows} x {self.width} {kind}, {self.tokens} {'Zipf' if self.zipf else 'even'}"
 
-    def ids(self, rank: int, step: int) -> Tensor:
+    def batch(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
+        """(ids, gradients of their rows)."""
         make = torch.Generator().manual_seed(1_000_003 * step + rank)
-        if not self.zipf:
-            return torch.randint(0, self.rows, (self.tokens,), generator=make)
-        drawn = (self.rows ** torch.rand(self.tokens, generator=make, dtype=torch.float64)).long() - 1
-        return drawn * 7919 % self.rows
+        if self.zipf:
+            drawn = (self.rows ** torch.rand(self.tokens, generator=make, dtype=torch.float64)).long() - 1
+            ids = drawn * 7919 % self.rows
+        else:
+            ids = torch.randint(0, self.rows, (self.tokens,), generator=make)
+        grads = torch.randn(1024, self.width, generator=make.manual_seed(0)).to(self.dtype)
+        return ids, grads[ids % 1024]
 
 
 CASES = (
@@ -105,13 +109,12 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, smaller: 
 
 def _rows(case: Case, samples: list[list[Any]]) -> list[dict[str, Any]]:
     """``samples[turn][rank][method]`` = (cpu, wall, ledger)."""
-    rows, needed = [], []
+    rows = []
     for name in [name for name in (*BASELINES, *WEFT) if samples and name in samples[0][0]]:
         cpu = [sum(rank[name][0] for rank in turn) for turn in samples]
         today = [sum(rank[BEST_TODAY][0] for rank in turn) for turn in samples]
         ledgers: list[Ledger] = [rank[name][2] for rank in samples[-1]]
         picked = [event.operation.split(": ")[1] for event in ledgers[0].events if "RowAdam" in event.operation]
-        needed = [rank["needed"] for rank in samples[-1]]
         rows.append({
             "case": case.name,
             "method": name,
@@ -119,7 +122,7 @@ def _rows(case: Case, samples: list[list[Any]]) -> list[dict[str, Any]]:
             "to_best_today": statistics.median(mine / other for mine, other in zip(cpu, today, strict=True)),
             "milliseconds": 1e3 * statistics.median(max(rank[name][1] for rank in turn) for turn in samples),
             "megabytes": max(ledger.bytes_sent for ledger in ledgers) / 1e6,
-            "density": statistics.mean(needed) / case.rows,
+            "density": statistics.mean(rank["needed"] for rank in samples[-1]) / case.rows,
             "picked": ", ".join(picked),
             "samples": len(samples),
         })  # fmt: skip
@@ -129,7 +132,8 @@ def _rows(case: Case, samples: list[list[Any]]) -> list[dict[str, Any]]:
 class _Weft:
     """A sharded table and its optimizer."""
 
-    def __init__(self, axis: Axis, case: Case, mode: str, costs: RowCosts | None) -> None:
+    def __init__(self, axis: Axis, case: Case, name: str) -> None:
+        mode, costs = WEFT[name]
         self.table = ShardedEmbedding(case.rows, case.width, group=axis, dtype=case.dtype)
         self.optimizer = RowAdam(self.table.parameters(), lr=1e-3, mode=mode)
         if costs is not None:
@@ -156,7 +160,7 @@ def weft_methods(case: Case) -> list[str]:
 
 
 def fits(case: Case, name: str, ranks: int) -> bool:
-    """Whether a baseline's tables, moments and gradients find room in this machine beside weft's."""
+    """Whether a baseline's tables, moments and gradients fit in this machine's memory beside weft's."""
     elements, bytes_each = case.rows * case.width, case.dtype.itemsize
     _, sharded = BASELINES[name]
     moments = 8 / ranks if sharded else 8
@@ -172,29 +176,22 @@ def prepare(axis: Axis, case: Case, warm_steps: int) -> None:
     """Make weft's tables and train them for a while: what is skipped must be caught up, as in a long run."""
     _made.clear()
     for name in weft_methods(case):
-        mode, costs = WEFT[name]
-        _made[name] = made = _Weft(axis, case, mode, costs)
+        _made[name] = made = _Weft(axis, case, name)
         for step in range(warm_steps):
-            ids = case.ids(axis.rank, step)
-            made.step(ids, _grads(case, ids))
+            made.step(*case.batch(axis.rank, step))
     _made["steps"] = warm_steps
-
-
-def _grads(case: Case, ids: Tensor) -> Tensor:
-    return torch.randn(1024, case.width, generator=torch.Generator().manual_seed(0)).to(case.dtype)[ids % 1024]
 
 
 def sample(axis: Axis, case: Case, names: list[str], turn: int) -> dict[str, Any]:
     """(CPU seconds, wall seconds, ledger) of one step by each method, on this rank."""
-    ids = case.ids(axis.rank, _made["steps"] + turn)
-    grads = _grads(case, ids)
+    ids, grads = case.batch(axis.rank, _made["steps"] + turn)
     found: dict[str, Any] = {"needed": len(compact(ids).unique)}
     for name in names:
         if name in WEFT:
             action = _made[name].step
         else:  # made for each step: there is no memory for all of them at once
             step, sharded = BASELINES[name]
-            action = partial(step, WholeTable(axis, case.rows, case.width, case.dtype, sharded))
+            action = partial(WholeTable(axis, case.rows, case.width, case.dtype, sharded).train, step)
         line_up(axis)
         with record() as ledger:
             cpu, wall = time.process_time(), time.perf_counter()
@@ -206,22 +203,19 @@ def sample(axis: Axis, case: Case, names: list[str], turn: int) -> dict[str, Any
 
 def time_push(axis: Axis, case: Case) -> tuple[float, float, float]:
     """CPU seconds of a push (ids, compaction, exchange, merge), and of its compaction and its merge."""
-    ids = case.ids(axis.rank, 10_000)
-    grads = _grads(case, ids)
-    seconds = [0.0, 0.0, 0.0]
+    ids, grads = case.batch(axis.rank, 10_000)
+    seconds = 0.0, 0.0, 0.0
     for _ in range(2):  # the first warms up
         line_up(axis)
         start = time.process_time()
         exchange = RowExchange(ids, case.rows, group=axis)
-        sums = exchange.sum(0, grads)
-        received = exchange.push([sums]).wait()
+        received = exchange.push([exchange.sum(0, grads)]).wait()
         before = time.process_time()
         exchange.merge(received)
         end = time.process_time()
-        found = compact(ids)
-        segment_sum(grads, found, case.dtype)
-        seconds = [end - start, time.process_time() - end, end - before]
-    return seconds[0], seconds[1], seconds[2]
+        segment_sum(grads, compact(ids), case.dtype)
+        seconds = end - start, time.process_time() - end, end - before
+    return seconds
 
 
 def _phases(case: Case, times: list[tuple[float, float, float]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ from weft.ops.embedding.sharded import ShardedEmbedding
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import Bounds, axis_of, lay_out, read_bounds, read_sequence, resolve, run_lengths
 
+_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Options:
+    batch: int
+    layout: str
+    cu_seqlens: tuple[int, ...] | None
+
 
 class BigramHashEmbedding(ShardedEmbedding):
     """A `ShardedEmbedding` of hashed bigrams: token ids ``[B, T]`` in, rows ``[B, T, d]`` out.
@@ -24,7 +34,7 @@ class BigramHashEmbedding(ShardedEmbedding):
     reserved last row. The table begins at zero, as one that is added to a residual stream should.
 
     Where the sequence itself is sharded over ``context_group``, ``cu_seqlens`` are the boundaries in the whole sequence
-    and the token before a run's first one is told by the rank that has it: a few integers for each row of the batch.
+    and the token before a run's first one comes from the rank that has it: a few integers for each row of the batch.
 
     >>> BigramHashEmbedding(101, 4)(torch.tensor([[5, 6, 7]])).shape
     torch.Size([1, 3, 4])
@@ -44,21 +54,17 @@ class BigramHashEmbedding(ShardedEmbedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         name, rank = "BigramHashEmbedding", Axis.of(group).rank
-        if fault := find_integer_fault(name, "num_embeddings", num_embeddings, rank):
-            raise fault
-        if num_embeddings < 2:
-            raise ValueError(
-                f"{name}: num_embeddings must be at least 2, one of them reserved, got {num_embeddings} (rank {rank})"
-            )
-        if (
-            not isinstance(multipliers, tuple | list)
-            or len(multipliers) != 2
-            or any(
-                find_integer_fault(name, "multipliers", one, rank) or not -(2**31) <= one < 2**31 for one in multipliers
-            )
-        ):
+        fault = find_integer_fault(name, "num_embeddings", num_embeddings, rank)
+        if fault is None and num_embeddings < 2:
+            words = f"num_embeddings must be at least 2, one of them reserved, got {num_embeddings}"
+            fault = ValueError(f"{name}: {words} (rank {rank})")
+        pair = list(multipliers) if isinstance(multipliers, tuple | list) else []
+        wrong = (find_integer_fault(name, "multipliers", one, rank) or not -(2**31) <= one < 2**31 for one in pair)
+        if fault is None and (len(pair) != 2 or any(wrong)):
             words = f"multipliers must be two integers of 32 bits, got {show(multipliers)}"
-            raise ValueError(f"{name}: {words} (rank {rank})")
+            fault = ValueError(f"{name}: {words} (rank {rank})")
+        if fault is not None:
+            raise fault
         super().__init__(
             num_embeddings, embedding_dim, group=group, ownership=ownership, reduce=reduce, replicate=replicate,
             device=device, dtype=dtype,
@@ -70,14 +76,16 @@ class BigramHashEmbedding(ShardedEmbedding):
         nn.init.zeros_(self.weight)
 
     def rows_of(self, tokens: Tensor, out: Tensor | None = None, *, cu_seqlens: Any = None) -> Tensor:
-        """The hash alone, ``[B, T]`` int32, for a loader that hashes ahead; pass it to `forward` as ``rows=``.
+        """The hash alone, ``[B, T]`` int32, for a loader that hashes ahead: the ids that `prefetch` takes.
 
-        ``out``: where to put it, for example pinned memory. For tokens of a sequence that is not sharded.
+        Pass it to `forward` as ``rows=``. ``out``: where to put it, for example pinned memory. For tokens of a sequence
+        that is not sharded.
         """
         bounds = read("BigramHashEmbedding", self.axis.rank, lambda: self._read_bounds(tokens, cu_seqlens))
         if isinstance(bounds, Exception):  # nothing is sent here
             raise bounds
-        return self._rows_of_whole(tokens, bounds, out)
+        rows = self._rows_of_whole(tokens, bounds)
+        return rows if out is None else out.copy_(rows)
 
     def _read_bounds(self, tokens: Tensor, cu_seqlens: Any) -> Bounds | Exception | None:
         """Of tokens that are not sharded: where documents begin and end; or what is wrong with them."""
@@ -90,15 +98,20 @@ class BigramHashEmbedding(ShardedEmbedding):
             return ValueError(f"{name}: {words} (rank {rank})")
         return bounds
 
-    def _rows_of_whole(self, tokens: Tensor, bounds: Bounds | None, out: Tensor | None = None) -> Tensor:
-        starts = [0] if bounds is None else [start for start in bounds[:-1] if start < tokens.shape[-1]]
-        before = torch.nn.functional.pad(tokens[..., :-1], (1, 0))
-        is_first = torch.zeros(tokens.shape[-1], dtype=torch.bool, device=tokens.device)
-        is_first[starts if tokens.shape[-1] else []] = True
-        rows = self._hash(tokens, before, is_first)
-        return rows if out is None else out.copy_(rows)
+    def _rows_of_whole(self, tokens: Tensor, bounds: Bounds | None) -> Tensor:
+        starts = (0,) if bounds is None else bounds[:-1]
+        return self._hash(tokens, [start for start in starts if start < tokens.shape[-1]], {})
 
-    def _hash(self, tokens: Tensor, before: Tensor, is_first: Tensor) -> Tensor:
+    def _hash(self, tokens: Tensor, starts: list[int], previous: dict[int, list[int]]) -> Tensor:
+        """The rows of tokens ``[..., T]``.
+
+        Documents begin at the positions ``starts``. ``previous``: by position, the tokens before that lie elsewhere.
+        """
+        before = torch.nn.functional.pad(tokens[..., :-1], (1, 0))
+        for at, column in previous.items():
+            before[:, at] = torch.tensor(column, dtype=before.dtype, device=before.device)
+        is_first = torch.zeros(tokens.shape[-1], dtype=torch.bool, device=tokens.device)
+        is_first[starts] = True
         a, b = (torch.tensor(number, dtype=torch.int32, device=tokens.device) for number in self.multipliers)
         mixed = (a * tokens.int()) ^ (b * before.int())  # int32 wraps around
         return (mixed % (self.num_embeddings - 1)).masked_fill(is_first, self.num_embeddings - 1)
@@ -131,21 +144,15 @@ class BigramHashEmbedding(ShardedEmbedding):
         if tokens is None or rows is not None:
             return _neither(self.axis.rank)
         if layout is not None:
-            return ValueError(
-                f"BigramHashEmbedding: layout is of a sequence over a context_group, which is missing "
-                f"(rank {self.axis.rank})"
-            )
+            words = "layout is of a sequence over a context_group, which is missing"
+            return ValueError(f"BigramHashEmbedding: {words} (rank {self.axis.rank})")
         bounds = self._read_bounds(tokens, cu_seqlens)
         return bounds if isinstance(bounds, Exception) else self._rows_of_whole(tokens, bounds)
-
-    def prefetch(self, ids: Tensor) -> None:
-        """Start fetching the rows of the next batch: ``ids`` are what `rows_of` gives, and then ``rows=``."""
-        super().prefetch(ids)
 
     def _rows_of_sharded(
         self, tokens: Any, rows: Any, cu_seqlens: Any, layout: str | None, context_group: Any, given: Sequence | None
     ) -> Tensor:
-        """The hash of this rank's slice: the last token of every run is told to all."""
+        """The hash of this rank's slice: the last token of every run is gathered."""
         operation = "BigramHashEmbedding"
         axis = axis_of(context_group, given)
         found = read(
@@ -153,35 +160,33 @@ class BigramHashEmbedding(ShardedEmbedding):
         )
         try:
             if isinstance(found, Exception):
-                axis.refuse(f"{operation}.context", found, metadata=_numbers_of(tokens))
+                rows_here = math.prod(tokens.shape[:-1]) if type(tokens) is Tensor else 0
+                axis.refuse(f"{operation}.context", found, metadata=1 + 2 * rows_here)
             options, length, numbers = found
             call = axis.begin(f"{operation}.context", options, metadata=numbers)
-            told = call.metadata.wait()
+            gathered = call.metadata.wait()
         except (ValueError, TypeError, NotImplementedError) as error:
             if self.axis.counter is not axis.counter:  # the rows' other ranks go on to the exchange of rows
                 self.axis.publish_fault(operation, error)
             raise
-        layout, bounds = options.layout, options.cu_seqlens
         batch = tokens.reshape(options.batch, length)
-        where = given or resolve(operation, call, axis, layout, bounds)
-        before = torch.nn.functional.pad(batch[:, :-1], (1, 0))
-        is_first = torch.zeros(length, dtype=torch.bool, device=tokens.device)
-        starts = {0, *(bounds or ())}
+        where = given or resolve(operation, call, axis, options.layout, options.cu_seqlens)
+        starts: list[int] = []
+        previous: dict[int, list[int]] = {}
         seen: dict[int, int] = {}
-        previous: list[int] | None = None
+        last: list[int] | None = None  # tokens of the run before
         for run in lay_out(where.lengths, where.layout):
             number = seen[run.rank] = seen.get(run.rank, -1) + 1
             if not run.length:
                 continue
             if run.rank == axis.rank:
-                if previous is not None:
-                    before[:, run.start] = torch.tensor(previous, dtype=before.dtype, device=before.device)
-                for start in starts:
-                    if run.offset <= start < run.offset + run.length:
-                        is_first[run.start + start - run.offset] = True
+                if last is not None:
+                    previous[run.start] = last
+                within = (start - run.offset for start in {0, *(options.cu_seqlens or ())})
+                starts += [run.start + at for at in within if 0 <= at < run.length]
             at = 1 + number * len(batch)
-            previous = list(told[run.rank][at : at + len(batch)])
-        return self._hash(batch, before, is_first).view(tokens.shape)
+            last = list(gathered[run.rank][at : at + len(batch)])
+        return self._hash(batch, starts, previous).view(tokens.shape)
 
 
 def _read_sharded(
@@ -198,9 +203,9 @@ def _read_sharded(
         return where
     batch = tokens.reshape(math.prod(tokens.shape[:-1]), length)
     cuts = run_lengths(length, where[0], axis.rank, axis.size)
-    ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
-    last = [batch[:, end - 1].tolist() if cut else [0] * len(batch) for cut, end in zip(cuts, ends, strict=True)]
-    numbers = [length, *(token for run in last for token in run)]
+    numbers = [length]
+    for cut, end in zip(cuts, accumulate(cuts), strict=True):
+        numbers += batch[:, end - 1].tolist() if cut else [0] * len(batch)
     numbers += [0] * (1 + 2 * len(batch) - len(numbers))  # a rank has one run or two
     return _Options(len(batch), *where), length, numbers
 
@@ -216,20 +221,5 @@ def find_tokens_fault(tokens: Any, rank: int) -> Exception | None:
     return None
 
 
-def _numbers_of(tokens: Any) -> int:
-    """How many integers a rank tells of tokens ``[..., T]``."""
-    return 1 + 2 * math.prod(tokens.shape[:-1]) if type(tokens) is Tensor else 1
-
-
 def _neither(rank: int) -> TypeError:
     return TypeError(f"BigramHashEmbedding: pass either tokens or rows (rank {rank})")
-
-
-_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-@dataclass(frozen=True)
-class _Options:
-    batch: int
-    layout: str
-    cu_seqlens: tuple[int, ...] | None

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call, Pending
-from weft.comm.arguments import read, show, the_choice
+from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
 from weft.comm.call import exchange_coalesced
-from weft.ops.embedding.compact import segment_sum
-from weft.ops.embedding.ids import IdSet, find_ids_fault, find_tables_fault
-from weft.ops.embedding.ownership import KINDS, Ownership, find_ownership_fault
-from weft.ops.embedding.spare import SpareMemory
+from weft.ops.embedding.ids import OWNERSHIPS, IdSet, Ownership, ScratchMemory, find_ids_fault, segment_sum
 
 # From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: nothing is left to pick.
 # Gradients always travel by rows: the owner knows their places already, so the rest would only be zeros.
@@ -77,24 +74,21 @@ class RowExchange:
         if isinstance(made, Exception):
             sets = len(ids) if isinstance(ids, tuple | list) else 1
             axis.refuse("rows", made, metadata=sets, metadata_each=sets)
-        self._open("rows", *made[:2], made[2].ownership, axis, made[2])
+        given, options = made
+        owners = (Ownership(options.ownership, rows, axis.size) for rows in options.num_embeddings)
+        self._open("rows", [IdSet(one, owner) for one, owner in zip(given, owners, strict=True)], axis, options)
 
     @classmethod
-    def of(
-        cls, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
-    ) -> RowExchange:
+    def of(cls, operation: str, sets: list[IdSet], axis: Axis, options: object) -> RowExchange:
         """For an operation with a name and options of its own, among them sizes and ownership; its ids are right."""
         exchange = cls.__new__(cls)
-        exchange._open(operation, ids, sizes, ownership, axis, options)
+        exchange._open(operation, sets, axis, options)
         return exchange
 
-    def _open(
-        self, operation: str, ids: Sequence[Tensor], sizes: Sequence[int], ownership: str, axis: Axis, options: object
-    ) -> None:
-        self.axis, self._operation = axis, operation
-        self._sets = [IdSet(one, Ownership(ownership, n, axis.size)) for one, n in zip(ids, sizes, strict=True)]
-        counts = [[one.bounds[rank + 1] - one.bounds[rank] for one in self._sets] for rank in range(axis.size)]
-        totals = [len(one.needed.unique) for one in self._sets]
+    def _open(self, operation: str, sets: list[IdSet], axis: Axis, options: object) -> None:
+        self.axis, self._operation, self._sets = axis, operation, sets
+        counts = [list(of_rank) for of_rank in zip(*(one.counts for one in sets), strict=True)]
+        totals = [len(one.needed.unique) for one in sets]
         self.call: Call = axis.begin(operation, options, metadata=totals, metadata_each=counts)
         self._coming: Pending[None] | None = None
         self.dense_pull = False
@@ -118,27 +112,27 @@ class RowExchange:
         """Wait for the counts; send the places of the needed rows to their owners."""
         if self._coming is not None:
             return
-        told, width = self.call.metadata.wait(), len(self._sets)
+        counts, width = self.call.metadata.wait(), len(self._sets)
         rank, size = self.axis.rank, self.axis.size
-        mean = [sum(row[index] for row in told) / size for index in range(width)]
+        mean = [sum(row[index] for row in counts) / size for index in range(width)]
         load = sum(mean) / max(1, sum(one.ownership.rows for one in self._sets))
         self.dense_pull = load >= DENSE_PULL  # the same on every rank: all know all counts
-        boxes, places = [], []
+        asked, places = [], []
         for index, one in enumerate(self._sets):
-            one.asked_bounds = [0, *accumulate(row[width + index] for row in told)]
+            one.asked_bounds = [0, *accumulate(row[width + index] for row in counts)]
             places.append(one.places.int())
-            boxes.append(places[-1].new_empty(one.asked_bounds[-1]))
-            boxes[-1][one.asked_by(rank)] = places[-1][one.owned_by(rank)]
+            asked.append(places[-1].new_empty(one.asked_bounds[-1]))
+            asked[-1][one.asked_by(rank)] = places[-1][one.owned_by(rank)]
         pending = exchange_coalesced(
             self.call,
             [(to, [x[one.owned_by(to)] for x, one in zip(places, self._sets, strict=True)]) for to in self.call.others],
-            [(at, [x[one.asked_by(at)] for x, one in zip(boxes, self._sets, strict=True)]) for at in self.call.others],
+            [(at, [x[one.asked_by(at)] for x, one in zip(asked, self._sets, strict=True)]) for at in self.call.others],
         )
 
         def finish() -> None:
             pending.wait()
-            for one, box in zip(self._sets, boxes, strict=True):
-                one.asked = box.long()
+            for one, received in zip(self._sets, asked, strict=True):
+                one.asked = received.long()
 
         self._coming = Pending(finish)
 
@@ -154,128 +148,126 @@ class RowExchange:
         ``wait()`` gives, for each set, the needed rows ``[U, d]``, in the order of `inverse`; where a set has a list of
         tables, a list.
         """
-        tables = self._read("pull", shards)
-        call = self._begin("pull", tables, [one.ownership.count(self.axis.rank) for one in self._sets])
+        call, tables = self._begin("pull", shards, [one.ownership.count(self.axis.rank) for one in self._sets])
         self.wait_ids()
-        rank = self.axis.rank
-        rows = [[x.new_empty(len(one.needed.unique), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
-        for (one, xs), outs in zip(self._zip(tables), rows, strict=True):
-            for x, out in zip(xs, outs, strict=True):
-                torch.index_select(x, 0, one.asked[one.asked_by(rank)], out=out[one.owned_by(rank)])
+        rank, pairs = self.axis.rank, self._pair(tables)
+        rows = [x.new_empty(len(one.needed.unique), x.shape[1]) for one, x in pairs]
+        for (one, x), out in zip(pairs, rows, strict=True):
+            torch.index_select(x, 0, one.asked[one.asked_by(rank)], out=out[one.owned_by(rank)])
         if self.dense_pull:
-            pending = self._pull_whole(call, tables, rows)
+            pending = self._pull_whole(call, pairs, rows)
         else:
             pending = exchange_coalesced(
                 call,
-                [(to, [x.index_select(0, one.asked[one.asked_by(to)]) for one, xs in self._zip(tables) for x in xs])
-                 for to in call.others],
-                [(at, [out[one.owned_by(at)] for one, outs in self._zip(rows) for out in outs]) for at in call.others],
+                [(to, [x.index_select(0, one.asked[one.asked_by(to)]) for one, x in pairs]) for to in call.others],
+                [(at, [out[one.owned_by(at)] for (one, _), out in zip(pairs, rows, strict=True)])
+                 for at in call.others],
             )  # fmt: skip
-
-        def finish() -> list[Any]:
-            pending.wait()
-            return [_as_given(given, outs) for given, outs in zip(shards, rows, strict=True)]
-
-        return Pending(finish)
+        return _finish_as_given(pending, shards, tables, rows)
 
     def push(self, grads: Shards) -> Pending[list[Any]]:
         """Start gradients on their way home. ``grads``: one row for each needed row, ``[U, d]``, as `pull` gives them.
 
         They travel in their dtype. ``wait()`` gives what the ranks say about this rank's rows, for `merge`.
         """
-        tables = self._read("push", grads)
-        call = self._begin("push", tables, [len(one.needed.unique) for one in self._sets])
+        call, tables = self._begin("push", grads, [len(one.needed.unique) for one in self._sets])
         self.wait_ids()
-        rank = self.axis.rank
-        boxes = [[x.new_empty(len(one.asked), x.shape[1]) for x in xs] for one, xs in self._zip(tables)]
-        for (one, xs), mine in zip(self._zip(tables), boxes, strict=True):
-            for x, box in zip(xs, mine, strict=True):
-                box[one.asked_by(rank)] = x[one.owned_by(rank)]
+        rank, pairs = self.axis.rank, self._pair(tables)
+        received = [x.new_empty(len(one.asked), x.shape[1]) for one, x in pairs]
+        for (one, x), mine in zip(pairs, received, strict=True):
+            mine[one.asked_by(rank)] = x[one.owned_by(rank)]
         pending = exchange_coalesced(
             call,
-            [(to, [x[one.owned_by(to)].contiguous() for one, xs in self._zip(tables) for x in xs])
-             for to in call.others],
-            [(at, [box[one.asked_by(at)] for one, mine in self._zip(boxes) for box in mine]) for at in call.others],
+            [(to, [x[one.owned_by(to)].contiguous() for one, x in pairs]) for to in call.others],
+            [(at, [mine[one.asked_by(at)] for (one, _), mine in zip(pairs, received, strict=True)])
+             for at in call.others],
         )  # fmt: skip
+        return _finish_as_given(pending, grads, tables, received)
 
-        def finish() -> list[Any]:
-            pending.wait()
-            return [_as_given(given, mine) for given, mine in zip(grads, boxes, strict=True)]
-
-        return Pending(finish)
-
-    def merge(self, received: Sequence[Any], memory: SpareMemory | None = None) -> list[Any]:
+    def merge(self, received: Sequence[Any], memory: ScratchMemory | None = None) -> list[Any]:
         """What `push` received, for each own row once: (places ``[M]``, sums ``[M, d]``) for each set.
 
         Sums are in rank order and at least in fp32; where a set has a list of tables, a list of such pairs.
         ``memory``: where to put them.
         """
         merged: list[Any] = []
-        for one, boxes in zip(self._sets, received, strict=True):
+        for one, given in zip(self._sets, received, strict=True):
             pairs, rows = [], len(one.merged.unique)
-            for box in _as_list(boxes):
-                wide = torch.promote_types(box.dtype, torch.float32)
-                out = None if memory is None else memory.take(rows, box.shape[1], wide, box.device)
-                pairs.append((one.merged.unique, segment_sum(box, one.merged, wide, out)))
-            merged.append(_as_given(boxes, pairs))
+            for grads in _as_list(given):
+                wide = torch.promote_types(grads.dtype, torch.float32)
+                out = None if memory is None else memory.take(rows, grads.shape[1], wide, grads.device)
+                pairs.append((one.merged.unique, segment_sum(grads, one.merged, wide, out)))
+            merged.append(pairs[0] if isinstance(given, Tensor) else pairs)
         return merged
 
-    def _zip(self, tables: Sequence[list[Tensor]]) -> list[tuple[IdSet, list[Tensor]]]:
-        return list(zip(self._sets, tables, strict=True))
+    def _pair(self, tables: Sequence[list[Tensor]]) -> list[tuple[IdSet, Tensor]]:
+        """Each table with its set of ids."""
+        return [(one, x) for one, xs in zip(self._sets, tables, strict=True) for x in xs]
 
-    def _read(self, direction: str, given: Shards) -> list[list[Tensor]]:
-        """For each set of ids its tables."""
-        operation = f"{self._operation}.{direction}"
-        tables = read(operation, self.axis.rank, lambda: [_as_list(one) for one in given])
+    def _begin(self, direction: str, given: Shards, rows: list[int]) -> tuple[Call, list[list[Tensor]]]:
+        """The call of one direction, and for each set of ids its tables, which must have so many ``rows``."""
+        operation, rank = f"{self._operation}.{direction}", self.axis.rank
+        tables = read(operation, rank, lambda: [_as_list(one) for one in given])
         if isinstance(tables, Exception):
             self.axis.refuse(operation, tables)
-        return tables
-
-    def _begin(self, direction: str, tables: Sequence[list[Tensor]], rows: list[int]) -> Call:
-        operation, rank = f"{self._operation}.{direction}", self.axis.rank
-        fault = read(operation, rank, lambda: find_tables_fault(operation, tables, rows, rank))
+        fault = read(operation, rank, lambda: _find_tables_fault(operation, tables, rows, rank))
         if fault is not None:
             self.axis.refuse(operation, fault)
         kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
-        return self.axis.begin(operation, _TableOptions(kinds), of=self.call.number)
+        return self.axis.begin(operation, _TableOptions(kinds), of=self.call.number), tables
 
-    def _pull_whole(self, call: Call, tables: list[list[Tensor]], rows: list[list[Tensor]]) -> Pending[None]:
+    def _pull_whole(self, call: Call, pairs: list[tuple[IdSet, Tensor]], rows: list[Tensor]) -> Pending[None]:
         """Every owner sends its whole shard; the needed rows are picked here."""
         whole = {
-            at: [x.new_empty(one.ownership.count(at), x.shape[1]) for one, xs in self._zip(tables) for x in xs]
-            for at in call.others
-        }
-        mine = [x.contiguous() for xs in tables for x in xs]
+            at: [x.new_empty(one.ownership.count(at), x.shape[1]) for one, x in pairs] for at in call.others
+        }  # fmt: skip
+        mine = [x.contiguous() for _, x in pairs]
         pending = exchange_coalesced(call, [(to, mine) for to in call.others], list(whole.items()))
 
         def finish() -> None:
             pending.wait()
-            targets = [(one, out) for one, outs in self._zip(rows) for out in outs]
             for at, shards in whole.items():
-                for (one, out), shard in zip(targets, shards, strict=True):
+                for (one, _), out, shard in zip(pairs, rows, shards, strict=True):
                     part = one.owned_by(at)
                     torch.index_select(shard, 0, one.places[part], out=out[part])
 
         return Pending(finish)
 
 
-def _read(
-    ids: Any, num_embeddings: Any, ownership: Any, rank: int
-) -> tuple[list[Tensor], list[int], _Options] | Exception:
-    """(sets of ids, sizes of their tables, what ranks must have in common), or what is wrong."""
+def _read(ids: Any, num_embeddings: Any, ownership: Any, rank: int) -> tuple[list[Tensor], _Options] | Exception:
+    """(sets of ids, what ranks must have in common), or what is wrong."""
     if isinstance(ids, Tensor):
         sets = [ids]
     elif isinstance(ids, tuple | list) and ids and all(isinstance(one, Tensor) for one in ids):
         sets = list(ids)
     else:
-        words = "ids must be a tensor of int32 or int64, or a list of such"
-        return TypeError(f"rows: {words}, got {show(ids)} (rank {rank})")
+        words = f"ids must be a tensor of int32 or int64, or a list of such, got {show(ids)}"
+        return TypeError(f"rows: {words} (rank {rank})")
     sizes = list(num_embeddings) if isinstance(num_embeddings, tuple | list) else [num_embeddings] * len(sets)
-    fault = find_ids_fault("rows", sets, sizes, rank) or find_ownership_fault("rows", ownership, rank)
-    if fault is not None:
+    if fault := find_ids_fault("rows", sets, sizes, rank):
         return fault
-    sizes = [int(size) for size in sizes]
-    return sets, sizes, _Options(tuple(sizes), the_choice(ownership, KINDS))
+    if fault := find_choice_fault("rows", "ownership", ownership, rank, OWNERSHIPS):
+        return fault
+    options = _Options(tuple(int(size) for size in sizes), the_choice(ownership, OWNERSHIPS))
+    return sets, options
+
+
+def _find_tables_fault(
+    operation: str, tables: Sequence[Sequence[Any]], rows: Sequence[int], rank: int
+) -> Exception | None:
+    """What is wrong with tables that must have so many rows."""
+    for table in (table for of_set in tables for table in of_set):
+        if fault := find_tensor_fault(operation, "a table", table, rank, None, "a dense tensor"):
+            return fault
+    shapes = [[list(table.shape) for table in of_set] for of_set in tables]
+    if len(tables) == len(rows) and all(
+        len(shape) == 2 and shape[0] == count for count, of_set in zip(rows, shapes, strict=True) for shape in of_set
+    ):
+        return None
+    return ValueError(
+        f"{operation}: tables of shapes {shapes} for sets of ids with {list(rows)} rows here (rank {rank}); pass "
+        f"[rows, width] for each set, or a list of such"
+    )
 
 
 def _as_list(given: Any) -> list[Tensor]:
@@ -283,6 +275,15 @@ def _as_list(given: Any) -> list[Tensor]:
     return [given] if isinstance(given, Tensor) else list(given)
 
 
-def _as_given(given: Any, values: list[Any]) -> Any:
-    """A value for each table, as a list where tables were given as one."""
-    return values[0] if isinstance(given, Tensor) else values
+def _finish_as_given(
+    pending: Pending[None], given: Shards, tables: Sequence[list[Tensor]], values: list[Tensor]
+) -> Pending[list[Any]]:
+    """``values``, one for each table, when they are there: for each set one, or a list where one was given."""
+
+    def finish() -> list[Any]:
+        pending.wait()
+        left = iter(values)
+        return [next(left) if isinstance(one, Tensor) else [next(left) for _ in xs]
+                for one, xs in zip(given, tables, strict=True)]  # fmt: skip
+
+    return Pending(finish)

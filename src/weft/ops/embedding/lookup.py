@@ -1,21 +1,32 @@
-"""The two autograd Functions of a table: the rows of a batch, and the whole table for a tied head."""
+"""The rows of a batch: fetched before it is needed, looked up, and their gradients sent to the owners.
+
+`Prefetch` fetches the rows of the next batch while this one computes, and they are still right after its step. When
+`ShardedEmbedding.prefetch` is called the owners know which rows this batch will change: those that were pulled for it,
+and those that the optimizer moves by momentum or weight decay alone. The other rows travel now. The rest travels when
+the next forward asks for it, after the step; and with it any row that changed against expectation, so the result never
+depends on what was expected.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from weft.comm import Axis, Ledger
+from weft.comm import Axis, Call, Ledger, Pending
+from weft.comm.call import exchange_coalesced
 from weft.comm.function import RankFunction
 from weft.comm.ledger import record
 from weft.ops.embedding.exchange import RowExchange
-from weft.ops.embedding.gather import all_rows
 from weft.ops.embedding.table import RowTable
+from weft.ops.embedding.whole import all_rows
+
+T = TypeVar("T")
 
 
 class Lookup(RankFunction):
@@ -49,16 +60,9 @@ class Lookup(RankFunction):
             grads = exchange.sum(0, grad.reshape(-1, grad.shape[-1]), table.weight.dtype)
             if padding_slot is not None:
                 grads[exchange[0].needed.unique == padding_slot] = 0
-            with record() if table.collects_late else nullcontext(Ledger()) as ledger:
-                coming = exchange.push([grads])
-            table.pushes.events += ledger.events
-
-            @torch.no_grad()
-            def collect() -> None:
-                ((places, sums),) = exchange.merge(coming.wait(), table.memory)
-                table.add_gradient(places, sums.mul_(table.scale))
-
-        _take_later(table, collect)
+            _send_gradient(
+                table, lambda: exchange.push([grads]), lambda received: exchange.merge(received, table.memory)[0]
+            )
         return None, None, None, None, None, None
 
 
@@ -81,17 +85,11 @@ class WholeTable(RankFunction):
         _refuse_graph("embedding.gather", axis)
         call = axis.begin("embedding.gather.backward", ownership, of=number)
         parts = [grad[ownership.ids(rank)].to(table.weight.dtype) for rank in range(axis.size)]
-        with record() if table.collects_late else nullcontext(Ledger()) as ledger:
-            coming = call.sum_to_owners([part.contiguous() for part in parts])
-        table.pushes.events += ledger.events
-
-        @torch.no_grad()
-        def collect() -> None:
-            sums = coming.wait().mul_(table.scale)
-            places = torch.arange(len(sums), device=sums.device)
-            table.add_gradient(places, sums)
-
-        _take_later(table, collect)
+        _send_gradient(
+            table,
+            lambda: call.sum_to_owners([part.contiguous() for part in parts]),
+            lambda sums: (torch.arange(len(sums), device=sums.device), sums),
+        )
         return None, None
 
 
@@ -105,9 +103,138 @@ def _refuse_graph(operation: str, axis: Axis) -> None:
         axis.begin(f"{operation}.backward.backward", fault=NotImplementedError(words))
 
 
-def _take_later(table: RowTable, collect: Callable[[], None]) -> None:
-    """When the backward under way has ended, in the thread that called it; or when the table's optimizer asks."""
+def _send_gradient(
+    table: RowTable, start: Callable[[], Pending[T]], merge: Callable[[T], tuple[Tensor, Tensor]]
+) -> None:
+    """Start a gradient to the owners; ``merge`` makes (places, sums) of own rows of what has been received.
+
+    It is added to ``weight.grad`` when the backward under way has ended, in the thread that called it; or when the
+    table's optimizer asks.
+    """
+    with record() if table.collects_late else nullcontext(Ledger()) as ledger:
+        coming = start()
+    table.pushes.events += ledger.events
+
+    @torch.no_grad()
+    def collect() -> None:
+        places, sums = merge(coming.wait())
+        table.add_gradient(places, sums.mul_(table.scale))
+
     if table.collects_late:
         table.expect_gradient(collect)
     else:
         Variable._execution_engine.queue_callback(collect)
+
+
+@dataclass(frozen=True)
+class _Options:
+    width: int
+    dtype: torch.dtype
+
+
+class Prefetch:
+    """One batch's rows under way. Making it starts them; `resolve` ends them."""
+
+    def __init__(self, table: RowTable, ids: Tensor, exchange: RowExchange) -> None:
+        self._ids = ids.clone()  # a loader may fill the same memory with the next batch
+        self.exchange, self._table = exchange, table
+        self._rows = table.values.new_empty(len(exchange[0].needed.unique), table.weight.shape[1])
+        self._came = torch.zeros(len(self._rows), dtype=torch.bool, device=self._rows.device)  # of the needed rows
+        self._sent = self._came[:0]  # of the rows others asked for
+        self._version = self._foreign = 0
+        self._lane = exchange.call.start(self._fetch_ahead, self._rows.device)
+
+    def _fetch_ahead(self, call: Call) -> None:
+        """Ids to the owners, a bit back for each whether its row comes now, and those rows."""
+        self.exchange.wait_ids()
+        one, table = self.exchange[0], self._table
+        if self.exchange.dense_pull:
+            return
+        with table.lock:
+            self._version, self._foreign = table.version, table.foreign_writes
+            self._sent = ~table.will_change(one.asked)
+            self._sent[one.asked_by(call.rank)] = False
+            outgoing = [
+                (to, table.shard.index_select(0, one.asked[part][self._sent[part]]))
+                for to in call.others
+                for part in [one.asked_by(to)]
+            ]
+        host = call.wire.host
+        bits = [(at, torch.empty(-(-one.counts[at] // 8), dtype=torch.uint8, device=host)) for at in call.others]
+        call.exchange_on_host(
+            call.record.tag, [(to, _pack(self._sent[one.asked_by(to)].to(host))) for to in call.others], bits
+        ).wait()
+        came = {at: _unpack(packed, one.counts[at]) for at, packed in bits}
+        received = [(at, self._rows.new_empty(int(marks.sum()), self._rows.shape[1])) for at, marks in came.items()]
+        call.exchange(outgoing, received).wait()
+        for at, rows in received:
+            marks = came[at].to(self._came.device)
+            self._came[one.owned_by(at)] = marks
+            self._rows[one.owned_by(at)][marks] = rows
+
+    def is_for(self, ids: Tensor) -> bool:
+        """Whether these are the ids whose rows were fetched."""
+        return (ids.shape, ids.dtype) == (self._ids.shape, self._ids.dtype) and torch.equal(
+            ids.to(self._ids.device), self._ids
+        )
+
+    def resolve(self, wanted: bool, fault: Exception | None = None) -> tuple[Tensor | None, bool]:
+        """(the rows ``[U, d]``, True) if every rank wants them now. (None, False) if nobody does: they are kept.
+
+        If only some do, (None, True): they are dropped everywhere. A ``fault`` of one rank is raised on all of them.
+        """
+        self._lane.wait()
+        one, table, axis = self.exchange[0], self._table, self._table.axis
+        again = self._sent
+        if not self.exchange.dense_pull and table.foreign_writes == self._foreign:
+            again = again & table.changed_since(one.asked, self._version)
+        counts = [[0 if self.exchange.dense_pull else int(again[one.asked_by(to)].sum())] for to in range(axis.size)]
+        options = _Options(self._rows.shape[1], self._rows.dtype)
+        call = axis.begin("embedding.resolve", options, metadata=(int(wanted),), metadata_each=counts, fault=fault)
+        gathered = call.metadata.wait()
+        if not all(row[0] for row in gathered):
+            return None, any(row[0] for row in gathered)
+        if self.exchange.dense_pull:
+            return self.exchange.pull([table.current(one.merged.unique)]).wait()[0], True
+        shard = table.current(one.asked[~self._sent | again])
+        self._fetch_rest(call, shard, again, [row[1] for row in gathered])
+        return self._rows, True
+
+    def _fetch_rest(self, call: Call, shard: Tensor, again: Tensor, counts: list[int]) -> None:
+        """What did not come ahead, in its order; and ``again`` rows that did, with their positions."""
+        one, rows = self.exchange[0], self._rows
+        torch.index_select(shard, 0, one.asked[one.asked_by(call.rank)], out=rows[one.owned_by(call.rank)])
+        sends, receives = [], []
+        for to in call.others:
+            part = one.asked_by(to)
+            asked, late, twice = one.asked[part], ~self._sent[part], again[part]
+            outgoing = [shard.index_select(0, asked[late])]
+            if int(twice.sum()):
+                outgoing += [shard.index_select(0, asked[twice]), twice.nonzero().view(-1).int()]
+            sends.append((to, outgoing))
+        for at in call.others:
+            missing = int((~self._came[one.owned_by(at)]).sum())
+            incoming = [rows.new_empty(missing, rows.shape[1])]
+            if counts[at]:
+                incoming.append(rows.new_empty(counts[at], rows.shape[1]))
+                incoming.append(one.asked.new_empty(counts[at], dtype=torch.int32))
+            receives.append((at, incoming))
+        exchange_coalesced(call, sends, receives).wait()
+        for at, incoming in receives:
+            target = rows[one.owned_by(at)]
+            target[~self._came[one.owned_by(at)]] = incoming[0]
+            if len(incoming) > 1:
+                target[incoming[2].long()] = incoming[1]
+
+
+def _pack(marks: Tensor) -> Tensor:
+    """Eight marks in a byte."""
+    padded = marks.new_zeros(-(-len(marks) // 8) * 8, dtype=torch.uint8)
+    padded[: len(marks)] = marks
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=marks.device)
+    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, count: int) -> Tensor:
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] & weights).view(-1)[:count] != 0

@@ -13,15 +13,11 @@ from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, read
 from weft.comm.function import eager
 from weft.comm.modes import outside_modes
-from weft.ops.embedding.checkpoint import from_checkpoint, to_checkpoint
 from weft.ops.embedding.exchange import RowExchange
-from weft.ops.embedding.gather import all_rows
-from weft.ops.embedding.ids import find_ids_fault
-from weft.ops.embedding.lookup import Lookup, WholeTable
-from weft.ops.embedding.ownership import Ownership, find_ownership_fault
-from weft.ops.embedding.prefetch import Prefetch
-from weft.ops.embedding.table import RowTable
-from weft.ops.embedding.weight import RowWeight
+from weft.ops.embedding.ids import OWNERSHIPS, IdSet, Ownership, find_ids_fault
+from weft.ops.embedding.lookup import Lookup, Prefetch, WholeTable
+from weft.ops.embedding.table import RowTable, RowWeight
+from weft.ops.embedding.whole import all_rows, from_checkpoint, to_checkpoint
 
 REDUCTIONS = ("mean", "sum")
 _BLOCK = 1 << 20  # elements drawn at once, a multiple of 16: blocks of that give the numbers of one long draw
@@ -79,26 +75,24 @@ class ShardedEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         axis, name = Axis.of(group), type(self).__name__
-        where = f"(rank {axis.rank})"
         fault = (  # nothing is sent here, so it is this rank's alone
             find_integer_fault(name, "num_embeddings", num_embeddings, axis.rank, least=1)
             or find_integer_fault(name, "embedding_dim", embedding_dim, axis.rank, least=1)
-            or find_ownership_fault(name, ownership, axis.rank)
+            or find_choice_fault(name, "ownership", ownership, axis.rank, OWNERSHIPS)
             or find_choice_fault(name, "reduce", reduce, axis.rank, REDUCTIONS)
             or find_flag_fault(name, "replicate", replicate, axis.rank)
             or (None if padding_idx is None else find_integer_fault(name, "padding_idx", padding_idx, axis.rank))
         )
+        if fault is None and padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            fault = ValueError(f"{name}: padding_idx {padding_idx} is not a row of {num_embeddings} (rank {axis.rank})")
         if fault is not None:
             raise fault
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"{name}: padding_idx {padding_idx} is not a row of {num_embeddings} {where}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.reduce, self.replicate = reduce, replicate
         self.axis, self.ownership = axis, Ownership(ownership, num_embeddings, axis.size)
         rows = num_embeddings if replicate else self.ownership.count(axis.rank)
-        self.weight = RowWeight(torch.empty(rows, embedding_dim, device=device, dtype=dtype))
-        self.table = RowTable(self.weight, axis, self.ownership, reduce, replicate)
+        self._take_weight(torch.empty(rows, embedding_dim, device=device, dtype=dtype), True)
         self._prefetch: Prefetch | None = None
         self.reset_parameters()
 
@@ -116,8 +110,7 @@ class ShardedEmbedding(nn.Module):
             if self.replicate:
                 weight[start : start + rows] = drawn
                 continue
-            ids = torch.arange(start, start + rows)
-            slots = self.ownership.slots(ids)
+            slots = self.ownership.slots(torch.arange(start, start + rows))
             own = slots // self.ownership.stride == self.axis.rank
             weight[slots[own] % self.ownership.stride] = drawn[own]
 
@@ -141,8 +134,7 @@ class ShardedEmbedding(nn.Module):
         )  # fmt: skip
         whole = embedding.weight.detach()
         rows = whole if replicate else whole[made.ownership.ids(made.axis.rank)]
-        made.weight = RowWeight(rows.clone(), requires_grad=embedding.weight.requires_grad)
-        made.table = RowTable(made.weight, made.axis, made.ownership, reduce, replicate)
+        made._take_weight(rows.clone(), embedding.weight.requires_grad)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbedding:
@@ -169,16 +161,16 @@ class ShardedEmbedding(nn.Module):
         super().__setstate__(state)
         world = Axis.of(None)
         self.axis, self._prefetch = world.subset([world.rank]) if world.size > 1 else world, None
-        self._take_weight(self.weight)
+        self._take_weight(self.weight.detach(), self.weight.requires_grad)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbedding:
         super()._apply(fn, recurse)
         if self.weight is not self.table.weight:  # made anew, as from the meta device
-            self._take_weight(self.weight)
+            self._take_weight(self.weight.detach(), self.weight.requires_grad)
         return self
 
-    def _take_weight(self, weight: Tensor) -> None:
-        self.weight = RowWeight(weight.detach(), weight.requires_grad)
+    def _take_weight(self, values: Tensor, requires_grad: bool) -> None:
+        self.weight = RowWeight(values, requires_grad)
         self.table = RowTable(self.weight, self.axis, self.ownership, self.reduce, self.replicate)
 
     def extra_repr(self) -> str:
@@ -194,7 +186,7 @@ class ShardedEmbedding(nn.Module):
 
     def _look_up(self, ids: Tensor, fault: Exception | None) -> Tensor:
         """The rows of ``ids``; or the ``fault`` of this rank's arguments, on all ranks."""
-        gradient = self.weight.requires_grad and torch.is_grad_enabled()
+        gradient = self._wants_gradient
         with outside_modes(self.weight):
             exchange, rows = self._fetch(ids, gradient, fault)
             if self.replicate:
@@ -202,10 +194,23 @@ class ShardedEmbedding(nn.Module):
                     self.table.values[self.ownership.ids_at(exchange[0].needed.unique)] = rows
         if gradient:
             self.table.await_gradient(exchange[0].asked)
-        padding = None
-        if self.padding_idx is not None:
-            padding = int(self.ownership.slots(torch.tensor(self.padding_idx)))
-        return Lookup.apply(self.weight, self.table, exchange, rows, ids.shape, padding)
+        padding = self.padding_idx
+        slot = None if padding is None else int(self.ownership.slots(torch.tensor(padding)))
+        return Lookup.apply(self.weight, self.table, exchange, rows, ids.shape, slot)
+
+    def _fetch(self, ids: Tensor, gradient: bool, fault: Exception | None) -> tuple[RowExchange, Tensor]:
+        """The needed rows ``[U, d]``, prefetched or pulled now, and the exchange they came by."""
+        ahead, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
+        if ahead is not None:
+            rows, used = ahead.resolve(fault is None and ahead.is_for(ids), fault)
+            if rows is not None:
+                return ahead.exchange, rows
+            if not used:
+                self._prefetch = ahead
+        exchange = self._open(ids, gradient, fault)
+        exchange.wait_ids()
+        (rows,) = exchange.pull([self.table.current(exchange[0].merged.unique)]).wait()
+        return exchange, rows
 
     @eager
     def prefetch(self, ids: Tensor) -> None:
@@ -214,20 +219,35 @@ class ShardedEmbedding(nn.Module):
         The next forward with these ids takes them. Rows that this batch's step changes travel after it, so they are
         right: see docs/rows.md.
         """
-        gradient = self.weight.requires_grad and torch.is_grad_enabled()
-        fault = self._find_fault(ids)
+        gradient, fault = self._wants_gradient, self._find_fault(ids)
         with outside_modes(self.weight):
             before, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
             if before is not None:
                 before.resolve(False, fault)
             self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient, fault))
 
+    def _find_fault(self, ids: Any) -> Exception | None:
+        rank = self.axis.rank
+        return read("embedding", rank, lambda: find_ids_fault("embedding", [ids], [self.num_embeddings], rank))
+
+    @property
+    def _wants_gradient(self) -> bool:
+        """In the caller's modes, so asked outside of `outside_modes`."""
+        return self.weight.requires_grad and torch.is_grad_enabled()
+
+    def _open(self, ids: Tensor, gradient: bool, fault: Exception | None) -> RowExchange:
+        if fault is not None:
+            self.axis.refuse("embedding", fault, metadata=1, metadata_each=1)
+        kind, dtype = self.ownership.kind, self.weight.dtype
+        options = _Options(self.num_embeddings, self.embedding_dim, kind, dtype, gradient)
+        return RowExchange.of("embedding", [IdSet(ids.to(self.weight.device), self.ownership)], self.axis, options)
+
     def full_weight(self) -> Tensor:
         """The whole table ``[N, d]`` on every rank, for a tied output head; all ranks must ask.
 
         Its gradient goes to the owners, densely: a table-sized message in each direction.
         """
-        if self.weight.requires_grad and torch.is_grad_enabled():
+        if self._wants_gradient:
             own = self.ownership.count(self.axis.rank)
             self.table.await_gradient(torch.arange(own, device=self.weight.device))
         return WholeTable.apply(self.weight, self.table)
@@ -240,31 +260,6 @@ class ShardedEmbedding(nn.Module):
         whole = all_rows(self.axis, self.ownership, self.table.current())
         with self.table.writing():
             self.table.values.copy_(whole)
-
-    def _find_fault(self, ids: Any) -> Exception | None:
-        rank = self.axis.rank
-        return read("embedding", rank, lambda: find_ids_fault("embedding", [ids], [self.num_embeddings], rank))
-
-    def _open(self, ids: Tensor, gradient: bool, fault: Exception | None) -> RowExchange:
-        if fault is not None:
-            self.axis.refuse("embedding", fault, metadata=1, metadata_each=1)
-        kind = self.ownership.kind
-        options = _Options(self.num_embeddings, self.embedding_dim, kind, self.weight.dtype, gradient)
-        sets, sizes = [ids.to(self.weight.device)], [self.num_embeddings]
-        return RowExchange.of("embedding", sets, sizes, kind, self.axis, options)
-
-    def _fetch(self, ids: Tensor, gradient: bool, fault: Exception | None) -> tuple[RowExchange, Tensor]:
-        early, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
-        if early is not None:
-            rows, used = early.resolve(fault is None and early.is_for(ids), fault)
-            if rows is not None:
-                return early.exchange, rows
-            if not used:
-                self._prefetch = early
-        exchange = self._open(ids, gradient, fault)
-        exchange.wait_ids()
-        (rows,) = exchange.pull([self.table.current(exchange[0].merged.unique)]).wait()
-        return exchange, rows
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = to_checkpoint(self.axis, self.ownership, self.table.current().contiguous())

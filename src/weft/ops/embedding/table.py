@@ -1,10 +1,12 @@
-"""`RowTable`: the rows of a table this rank owns, their gradients, and who keeps them up to date."""
+"""`RowTable`: the own rows of a table, their gradients, and who brings them up to date. `RowWeight`: its parameter."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,19 +15,32 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from weft.comm import Axis, Ledger
-from weft.ops.embedding.compact import compact, segment_sum
-from weft.ops.embedding.ownership import Ownership
-from weft.ops.embedding.spare import SpareMemory
+from weft.ops.embedding.ids import Ownership, ScratchMemory, compact, segment_sum
+
+_READING = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+_LOOKING = {
+    getattr(Tensor, name)
+    for name in (
+        "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device",
+        "is_floating_point", "is_complex", "is_contiguous", "is_inference", "__len__", "__hash__", "new_empty",
+        "new_zeros", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    )
+}  # fmt: skip
+# What wraps parameters asks for their device first, and only for those of them that it will take over.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed.fsdp._fully_shard._fsdp_init": "fully_shard",
+}
 
 
 class DeferredRows(Protocol):
-    """An optimizer that leaves rows alone and brings them up to date when they are needed."""
+    """The rows of a table, to an optimizer that leaves them alone until they are needed."""
 
-    def catch_up(self, table: RowTable, places: Tensor | None) -> None:
+    def catch_up(self, places: Tensor | None) -> None:
         """Bring own rows (None: all) to where the last step left the table."""
         ...
 
-    def is_restless(self, table: RowTable, places: Tensor) -> Tensor:
+    def moves_without_gradient(self, places: Tensor) -> Tensor:
         """Of own rows: whether the next step changes them even if they get no gradient."""
         ...
 
@@ -41,8 +56,8 @@ class RowTable:
         self.weight, self.axis, self.ownership = weight, axis, ownership
         self.reduce, self.replicate = reduce, replicate
         self.scale = 1.0 / axis.size if reduce == "mean" else 1.0
-        self.keeper: DeferredRows | None = None
-        self.memory = SpareMemory()  # of the last gradient
+        self.deferred: DeferredRows | None = None
+        self.memory = ScratchMemory()  # of the last gradient
         self.lock = threading.RLock()  # a prefetch reads rows beside the main line
         self.version = 0  # rises with every step
         self._own_writes = self._stepped_by_others = 0
@@ -79,23 +94,9 @@ class RowTable:
 
     def current(self, places: Tensor | None = None) -> Tensor:
         """The shard, after ``places`` (None: all) have been brought up to date."""
-        if self.keeper is not None:
-            self.keeper.catch_up(self, places)
+        if self.deferred is not None:
+            self.deferred.catch_up(places)
         return self.shard
-
-    def rows_in_weight(self, places: Tensor) -> Tensor:
-        """Where own rows lie in the weight."""
-        if not self.replicate:
-            return places
-        ids = self.ownership.ids(self.axis.rank)
-        return places * (ids.step or 1) + ids.start
-
-    def places_in_weight(self, rows: Tensor) -> Tensor:
-        """The places of own rows of the weight."""
-        if not self.replicate:
-            return rows
-        ids = self.ownership.ids(self.axis.rank)
-        return (rows - ids.start) // (ids.step or 1)
 
     def expect_gradient(self, take: Callable[[], None]) -> None:
         """A gradient is under way that ``take`` waits for and adds.
@@ -155,7 +156,8 @@ class RowTable:
             return self.gradient()
         if not grad.is_coalesced():
             self.weight.grad = grad = grad.coalesce()
-        return self.places_in_weight(grad.indices()[0]), grad.values()
+        ids, rows = self.ownership.ids(self.axis.rank), grad.indices()[0]
+        return (rows - ids.start) // (ids.step or 1) if self.replicate else rows, grad.values()
 
     def add_gradient(self, places: Tensor, rows: Tensor) -> None:
         """Add gradients of own rows, each place once and rising. Earlier backwards come first in every sum."""
@@ -169,15 +171,17 @@ class RowTable:
         if self.weight.grad_dtype != rows.dtype:
             self.weight.grad = None
             self.weight.grad_dtype = rows.dtype
+        ids = self.ownership.ids(self.axis.rank)
+        where = places * (ids.step or 1) + ids.start if self.replicate else places  # in the weight
         self.weight.grad = torch.sparse_coo_tensor(
-            self.rows_in_weight(places)[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False
+            where[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False
         )
 
-    # What prefetching asks: see `weft.ops.embedding.prefetch`.
+    # What prefetching asks: see `weft.ops.embedding.lookup.Prefetch`.
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around changes of the weight that `stepped` tells of, or that change no row's value."""
+        """Around changes of the weight that `stepped` notes, or that change no row's value."""
         with self.lock:
             before = self.weight._version
             yield
@@ -190,7 +194,7 @@ class RowTable:
 
     def await_gradient(self, places: Tensor) -> None:
         """These own rows were pulled for a forward that will have a backward."""
-        if self.foreign_writes != self._stepped_by_others:  # an optimizer that does not tell has stepped
+        if self.foreign_writes != self._stepped_by_others:  # an optimizer that does not call `stepped` has
             self._stepped_by_others = self.foreign_writes
             self._awaiting.clear()
         self._awaiting.append(places)
@@ -198,7 +202,7 @@ class RowTable:
             self._awaiting = [torch.cat(self._awaiting).unique()]
 
     def stepped(self, places: Tensor) -> None:
-        """A step has changed own rows, besides the restless ones."""
+        """A step has changed own rows, besides those that move without a gradient."""
         self.version += 1
         self._awaiting.clear()
         if self._changed is not None:
@@ -211,8 +215,8 @@ class RowTable:
         """
         assert self._changed is not None, "will_change is asked first"
         found = self._changed[places] > version
-        if self.keeper is not None and self.version > version:
-            found |= self.keeper.is_restless(self, places)
+        if self.deferred is not None and self.version > version:
+            found |= self.deferred.moves_without_gradient(places)
         return found
 
     def will_change(self, places: Tensor) -> Tensor:
@@ -224,4 +228,53 @@ class RowTable:
         for some in list(self._awaiting):
             expected[some] = True
         found = expected[places]
-        return found if self.keeper is None else found | self.keeper.is_restless(self, places)
+        return found if self.deferred is None else found | self.deferred.moves_without_gradient(places)
+
+
+class RowWeight(Parameter):
+    """A parameter whose rows an optimizer may have left behind: see `weft.optim.RowAdam`.
+
+    All that reads or writes its values (another operation, ``detach()``, ``.data``, an average of weights, a copy)
+    finds every row up to date. weft's own work on it goes through `RowTable` and touches the rows it needs.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == Tensor.device.__get__:
+                _refuse_wrapper(sys._getframe(1).f_globals.get("__name__"))
+            elif _touches_values(func):
+                for weight in _weights_in([*args, *(kwargs or {}).values()]):
+                    if (table := getattr(weight, "row_table", None)) is not None:
+                        table.current()
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, OrderedDict())
+
+
+def _touches_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__set__", "__delete__"):
+        return func == Tensor.data.__set__  # type: ignore[attr-defined]
+    return func in _READING if name == "__get__" else func not in _LOOKING
+
+
+def _weights_in(values: Any) -> Iterator[RowWeight]:
+    for value in values:
+        if isinstance(value, RowWeight):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _weights_in(value)
+
+
+def _refuse_wrapper(module: str | None) -> None:
+    if module in _WRAPPERS:
+        raise ValueError(
+            f"ShardedEmbedding: {_WRAPPERS[module]} would take over a table, whose rows lie on different ranks and "
+            f"whose gradients go to their owners; keep the table's weight off it: "
+            f'DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["NAME.weight"]) before '
+            f"wrapping, or fully_shard(model, ignored_params={{NAME.weight}})"
+        )

@@ -1,13 +1,14 @@
 """Adam on some rows of a shard, in place and block by block so that little memory is used, again and again.
 
-Two ways of one step that give the same bits: `step_rows` copies the rows out, steps them and copies them back;
-`step_dense` steps whole blocks where they lie and puts back the rows that were not meant. torch's fused kernel rounds
-the last elements of a tensor differently when they do not fill a vector register, so memory is padded to whole ones.
+`Shard.blocks` brings rows to flat memory and back, `_adam` is one step, `catch_up_rows` many without a gradient: every
+step of `RowAdam` is made of these. torch's fused kernel rounds the last elements of a tensor differently when they do
+not fill a vector register, so memory is padded to whole ones: rows get the same bits wherever they are stepped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -37,11 +38,15 @@ class Shard:
     weight: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    _memory: list[Tensor] = field(default_factory=list)
+    _scratch: dict[int, Tensor] = field(default_factory=dict)
 
     def of_copies(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Shard:
-        """Copies of some rows as a shard of their own, stepped with the same spare memory."""
-        return Shard(weight, exp_avg, exp_avg_sq, self._memory)
+        """Copies of some rows as a shard of their own, stepped with the same scratch memory."""
+        return Shard(weight, exp_avg, exp_avg_sq, self._scratch)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.weight, self.exp_avg, self.exp_avg_sq
 
     @property
     def width(self) -> int:
@@ -52,39 +57,61 @@ class Shard:
         """Rows of a block."""
         return max(_REGISTER, _BLOCK // self.width // _REGISTER * _REGISTER)
 
-    def room(self, index: int, rows: int) -> Tensor:
+    def scratch(self, index: int, rows: int) -> Tensor:
         """Memory that is used again and again, flat, for ``rows`` rows and to the end of a vector register."""
         usual, needed = (-(-count * self.width // _REGISTER) * _REGISTER
                          for count in (min(self.block, len(self.exp_avg)), rows))  # fmt: skip
-        while len(self._memory) <= index:
-            self._memory.append(self.exp_avg.new_zeros(max(usual, needed)))
-        if self._memory[index].numel() < needed:  # made for fewer: see `of_copies`; a row may be asked for twice
-            self._memory[index] = self.exp_avg.new_zeros(max(usual, needed))
-        return self._memory[index][:needed]
+        memory = self._scratch.get(index)
+        if memory is None or memory.numel() < needed:  # made for fewer: see `of_copies`; rows may be asked for twice
+            memory = self._scratch[index] = self.exp_avg.new_zeros(max(usual, needed))
+        return memory[:needed]
 
     def view(self, memory: Tensor, rows: int) -> Tensor:
         return memory[: rows * self.width].view(rows, self.width)
 
+    def blocks(self, rows: Tensor | slice) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Blocks of ``rows``: which of them, and their weight and moments, flat and padded, to be changed.
 
-def _take(shard: Shard, places: Tensor) -> list[Tensor]:
-    """Copies of weight and moments of some rows, flat and padded."""
-    flat = [shard.room(index, len(places)) for index in range(3)]
-    for memory, source in zip(flat, (shard.weight, shard.exp_avg, shard.exp_avg_sq), strict=True):
-        out = shard.view(memory, len(places))
+        Rows given by their places ``[M]`` are copied out and back; neighbours, a slice, are changed where they lie, or
+        in a copy where they cannot be.
+        """
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        for start in range(0, count, self.block):
+            part = slice(start, min(start + self.block, count))
+            if isinstance(rows, slice):
+                here = [x[rows.start + part.start : rows.start + part.stop] for x in self.tensors]
+                flat = [self._where_it_lies(index, x) for index, x in enumerate(here)]
+                yield part, flat
+                for x, memory in zip(here, flat, strict=True):
+                    if memory.data_ptr() != x.data_ptr():
+                        x.copy_(self.view(memory, len(x)))
+            else:
+                some = rows[part]
+                flat = [self._copy(index, x, some) for index, x in enumerate(self.tensors)]
+                yield part, flat
+                for x, memory in zip(self.tensors, flat, strict=True):
+                    x.index_copy_(0, some, self.view(memory, len(some)).to(x.dtype))
+
+    def _copy(self, index: int, source: Tensor, places: Tensor) -> Tensor:
+        memory = self.scratch(index, len(places))
+        out = self.view(memory, len(places))
         if source.dtype == out.dtype:
             torch.index_select(source, 0, places, out=out)
         else:
             out.copy_(source.index_select(0, places))
-    return flat
+        return memory
+
+    def _where_it_lies(self, index: int, rows: Tensor) -> Tensor:
+        if rows.dtype == self.exp_avg.dtype and rows.is_contiguous() and rows.numel() % _REGISTER == 0:
+            return rows.view(-1)
+        memory = self.scratch(index, len(rows))
+        self.view(memory, len(rows)).copy_(rows)
+        return memory
 
 
-def _put(shard: Shard, places: Tensor, flat: list[Tensor]) -> None:
-    for memory, target in zip(flat, (shard.weight, shard.exp_avg, shard.exp_avg_sq), strict=True):
-        target.index_copy_(0, places, shard.view(memory, len(places)).to(target.dtype))
-
-
-def _adam(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep) -> None:
+def _adam(flat: list[Tensor], grad: Tensor, step: AdamStep) -> None:
     """torch's fused AdamW, on flat memory of whole vector registers."""
+    weight, exp_avg, exp_avg_sq = flat
     number = torch.tensor(float(step.number), dtype=torch.float32, device=weight.device)
     torch._fused_adamw_(
         [weight], [grad], [exp_avg], [exp_avg_sq], [], [number], lr=step.lr, beta1=step.betas[0], beta2=step.betas[1],
@@ -92,105 +119,92 @@ def _adam(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, ste
     )  # fmt: skip
 
 
-def _blocks(shard: Shard, places: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    for start in range(0, len(places), shard.block):
-        part = slice(start, min(start + shard.block, len(places)))
-        yield part, places[part]
-
-
-def step_rows(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> None:
-    """Step the rows at ``places`` ``[M]``, each once, with ``grads`` ``[M, d]``."""
-    for part, some in _blocks(shard, places):
-        flat = _take(shard, some)
-        grad = shard.room(3, len(some))
-        shard.view(grad, len(some)).copy_(grads[part])
-        _adam(flat[0], grad, flat[1], flat[2], step)
-        _put(shard, some, flat)
+def step_rows(shard: Shard, rows: Tensor | slice, grads: Tensor, step: AdamStep, order: Tensor | None = None) -> None:
+    """Step rows as `Shard.blocks` takes them, each once: the r-th with ``grads[r]``, or with ``grads[order[r]]``."""
+    for part, flat in shard.blocks(rows):
+        grad = shard.scratch(3, part.stop - part.start)
+        out = shard.view(grad, part.stop - part.start)
+        if order is None:
+            out.copy_(grads[part])
+        else:
+            torch.index_select(grads, 0, order[part], out=out)
+        _adam(flat, grad, step)
 
 
 def step_dense(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> None:
-    """The same, for ``places`` that rise and are most of the shard: blocks are stepped where they lie."""
+    """The same bits, for ``places`` that rise and are most of the shard: blocks are stepped where they lie.
+
+    The rows that were not meant are put back.
+    """
     bounds = torch.arange(0, len(shard.weight) + shard.block, shard.block, device=places.device)
     cuts = torch.searchsorted(places, bounds).tolist()
-    for start, first, last in zip(range(0, len(shard.weight), shard.block), cuts, cuts[1:], strict=False):
-        rows = min(shard.block, len(shard.weight) - start)
-        within = places[first:last] - start
-        grad = shard.room(3, rows)
+    blocks = shard.blocks(slice(0, len(shard.weight)))
+    for (part, flat), first, last in zip(blocks, cuts, cuts[1:], strict=False):
+        rows = part.stop - part.start
+        within = places[first:last] - part.start
+        grad = shard.scratch(3, rows)
         shard.view(grad, rows).zero_().index_copy_(0, within, grads[first:last].to(grad.dtype))
-        meant = torch.zeros(rows, dtype=torch.bool, device=places.device)
-        meant[within] = True
-        others = (~meant).nonzero().view(-1) + start
-        here = [x[start : start + rows] for x in (shard.weight, shard.exp_avg, shard.exp_avg_sq)]
-        kept = [x.index_select(0, others) for x in (shard.weight, shard.exp_avg, shard.exp_avg_sq)]
-        flat = [_where_it_lies(shard, index, x) for index, x in enumerate(here)]
-        _adam(flat[0], grad, flat[1], flat[2], step)
-        for x, memory in zip(here, flat, strict=True):
-            if memory.data_ptr() != x.data_ptr():
-                x.copy_(shard.view(memory, rows))
-        for x, rest in zip((shard.weight, shard.exp_avg, shard.exp_avg_sq), kept, strict=True):
-            x.index_copy_(0, others, rest)
+        others = torch.ones(rows, dtype=torch.bool, device=places.device)
+        others[within] = False
+        rest = others.nonzero().view(-1)
+        kept = [shard.view(memory, rows).index_select(0, rest) for memory in flat]
+        _adam(flat, grad, step)
+        for memory, values in zip(flat, kept, strict=True):
+            shard.view(memory, rows).index_copy_(0, rest, values)
 
 
-def step_whole(shard: Shard, grads: Tensor, order: Tensor, step: AdamStep) -> None:
-    """The same for all rows of a shard, where they lie; the gradient of row r is ``grads[order[r]]``."""
-    for part, flat in _in_place(shard, slice(0, len(shard.weight))):
-        some = order[part]
-        grad = shard.room(3, len(some))
-        torch.index_select(grads, 0, some, out=shard.view(grad, len(some)))
-        _adam(flat[0], grad, flat[1], flat[2], step)
+def catch_up_rows(shard: Shard, rows: Tensor | slice, which: Tensor, skipped: Skipped, eps: float) -> None:
+    """Bring rows as `Shard.blocks` takes them to now: the r-th by ``skipped[which[r]]``."""
+    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=which.device)
+    for part, flat in shard.blocks(rows):
+        kind, count = which[part], part.stop - part.start
+        weight, exp_avg, exp_avg_sq = (shard.view(memory, count) for memory in flat)
+        weight.mul_(skipped.weight[kind])
+        if skipped.amounts.shape[1]:  # else they are at rest
+            total, term, root = (shard.view(shard.scratch(index, count), count) for index in (3, 4, 5))
+            total.zero_()
+            torch.sqrt(exp_avg_sq, out=root)
+            amounts = skipped.amounts[kind]
+            for k in range(amounts.shape[1]):  # total += W / (root X + eps), in two passes
+                if skipped.points.ndim == 1:
+                    torch.add(floor, root, alpha=float(skipped.points[k]), out=term)
+                else:
+                    torch.addcmul(floor, root, skipped.points[kind, k, None], out=term)
+                total.addcdiv_(amounts[:, k, None], term)
+            weight.sub_(total.mul_(exp_avg))
+        exp_avg.mul_(skipped.momentum[kind])
+        exp_avg_sq.mul_(skipped.variance[kind])
 
 
-def _in_place(shard: Shard, rows: slice) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Blocks of some rows: weight and moments, flat, to be changed where they lie."""
-    for start in range(rows.start, rows.stop, shard.block):
-        part = slice(start, min(start + shard.block, rows.stop))
-        here = [x[part] for x in (shard.weight, shard.exp_avg, shard.exp_avg_sq)]
-        flat = [_where_it_lies(shard, index, x) for index, x in enumerate(here)]
-        yield part, flat
-        for x, memory in zip(here, flat, strict=True):
-            if memory.data_ptr() != x.data_ptr():
-                x.copy_(shard.view(memory, len(x)))
+@dataclass(frozen=True)
+class RowCosts:
+    """Seconds for each row: stepped by copies, stepped where it lies, and kept by copies while others are stepped."""
 
+    copied: float
+    in_place: float
+    kept: float
 
-def _where_it_lies(shard: Shard, index: int, rows: Tensor) -> Tensor:
-    """A block's memory itself, flat, or a padded copy where it cannot be stepped there."""
-    if rows.dtype == shard.exp_avg.dtype and rows.is_contiguous() and rows.numel() % _REGISTER == 0:
-        return rows.view(-1)
-    memory = shard.room(index, len(rows))
-    shard.view(memory, len(rows)).copy_(rows)
-    return memory
+    def prefer_dense(self, touched: int, rows: int) -> bool:
+        """Whether a step of ``touched`` of ``rows`` rows is cheaper where they lie."""
+        return rows * self.in_place + (rows - touched) * self.kept < touched * self.copied
 
+    @staticmethod
+    def measure(shard: Shard) -> RowCosts:
+        """Time both ways on rows of zeros of the same kind, a few milliseconds; once for each width and dtype."""
+        rows = shard.block
+        weight = torch.zeros(rows, shard.width, dtype=shard.weight.dtype, device=shard.weight.device)
+        first, second, grads = (shard.exp_avg.new_ones(rows, shard.width) for _ in range(3))
+        trial, step = Shard(weight, first, second), AdamStep(1, 0.0, (0.9, 0.999), 1e-8, 0.0)
+        places = torch.arange(rows, device=weight.device)
 
-def catch_up_rows(shard: Shard, places: Tensor, which: Tensor, skipped: Skipped, eps: float) -> None:
-    """Bring rows to now: row r of ``places`` by ``skipped[which[r]]``."""
-    for part, some in _blocks(shard, places):
-        flat = _take(shard, some)
-        _catch_up(shard, flat, which[part], skipped, eps)
-        _put(shard, some, flat)
+        def seconds(way: Callable[..., None], chosen: Tensor) -> float:
+            best = float("inf")
+            for _ in range(3):
+                start = time.perf_counter()
+                way(trial, chosen, grads[: len(chosen)], step)
+                best = min(best, time.perf_counter() - start)
+            return best
 
-
-def catch_up_whole(shard: Shard, rows: slice, which: Tensor, skipped: Skipped, eps: float) -> None:
-    """The same for neighbouring rows of a shard, where they lie."""
-    for part, flat in _in_place(shard, rows):
-        _catch_up(shard, flat, which[part.start - rows.start : part.stop - rows.start], skipped, eps)
-
-
-def _catch_up(shard: Shard, flat: list[Tensor], kind: Tensor, skipped: Skipped, eps: float) -> None:
-    """Bring a block to now, its row r by ``skipped[kind[r]]``."""
-    rows = len(kind)
-    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=kind.device)
-    weight, exp_avg, exp_avg_sq = (shard.view(memory, rows) for memory in flat)
-    weight.mul_(skipped.weight[kind])
-    if skipped.amounts.shape[1]:  # else they are at rest
-        total, term = shard.view(shard.room(3, rows), rows).zero_(), shard.view(shard.room(4, rows), rows)
-        root = torch.sqrt(exp_avg_sq, out=shard.view(shard.room(5, rows), rows))
-        amounts = skipped.amounts[kind]
-        for k in range(amounts.shape[1]):  # total += W / (root X + eps), in two passes
-            if skipped.points.ndim == 1:
-                torch.add(floor, root, alpha=float(skipped.points[k]), out=term)
-            else:
-                torch.addcmul(floor, root, skipped.points[kind, k, None], out=term)
-            total.addcdiv_(amounts[:, k, None], term)
-        weight.sub_(total.mul_(exp_avg))
-    exp_avg.mul_(skipped.momentum[kind])
-    exp_avg_sq.mul_(skipped.variance[kind])
+        copied, dense = seconds(step_rows, places), seconds(step_dense, places)
+        half = seconds(step_dense, places[::2].contiguous())
+        return RowCosts(copied / rows, dense / rows, max(0.0, 2 * (half - dense) / rows))

@@ -13,9 +13,10 @@ from torch.nn.functional import embedding
 
 from weft.comm import Axis
 from weft.ops.embedding import RowExchange
-from weft.ops.embedding.compact import compact, segment_sum
-from weft.ops.embedding.ownership import Ownership
+from weft.ops.embedding.ids import Ownership, compact, segment_sum
 from weft.optim.rows.steps import AdamStep, Shard, step_dense, step_rows
+
+_STEP = AdamStep(1, 1e-3, (0.9, 0.999), 1e-8, 0.0)
 
 
 class WholeTable:
@@ -24,15 +25,18 @@ class WholeTable:
     def __init__(self, axis: Axis, rows: int, width: int, dtype: torch.dtype, sharded: bool) -> None:
         self.axis, self.ownership = axis, Ownership("contiguous", rows, axis.size)
         self.weight = torch.zeros(rows, width, dtype=dtype)
-        own = self.ownership.ids(axis.rank) if sharded else slice(0, rows)
-        mine = self.weight[own]
+        mine = self.weight[self.ownership.ids(axis.rank)] if sharded else self.weight
         self.shard = Shard(mine, torch.zeros(mine.shape), torch.zeros(mine.shape))
-        self.every_row = torch.arange(len(mine))
-        self.number = 0
+        self._every_row = torch.arange(len(mine))
 
-    def next_step(self) -> AdamStep:
-        self.number += 1
-        return AdamStep(self.number, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    def train(self, step: Baseline, ids: Tensor, grads: Tensor) -> None:
+        """A forward, and the step of a baseline."""
+        embedding(ids, self.weight)
+        step(self, ids, grads)
+
+    def step_all(self, grads: Tensor) -> None:
+        """Adam on all rows of the shard."""
+        step_dense(self.shard, self._every_row, grads, _STEP)
 
     def dense_gradient(self, ids: Tensor, grads: Tensor) -> Tensor:
         """As the backward of ``nn.Embedding`` makes it: as large as the table."""
@@ -53,45 +57,38 @@ class WholeTable:
 
 def dense_all_reduce(table: WholeTable, ids: Tensor, grads: Tensor) -> None:
     """DistributedDataParallel with a dense gradient; every rank steps the whole table."""
-    embedding(ids, table.weight)
     sums = table.owner_sums(table.dense_gradient(ids, grads))
     whole = torch.empty(table.weight.shape, dtype=table.weight.dtype)
     table.gather(sums.to(whole.dtype), whole)
-    step_dense(table.shard, table.every_row, whole, table.next_step())
+    table.step_all(whole)
 
 
 def dense_reduce_scatter(table: WholeTable, ids: Tensor, grads: Tensor) -> None:
     """ZeRO: dense gradients to owners, their Adam, all rows back."""
-    embedding(ids, table.weight)
-    sums = table.owner_sums(table.dense_gradient(ids, grads))
-    step_dense(table.shard, table.every_row, sums, table.next_step())
+    table.step_all(table.owner_sums(table.dense_gradient(ids, grads)))
     table.gather(table.shard.weight.clone(), table.weight)
 
 
 def push_and_dense_gather(table: WholeTable, ids: Tensor, grads: Tensor) -> None:
     """Touched rows to owners, their dense Adam, all rows back: the best a user has now."""
-    rows = len(table.weight)
-    embedding(ids, table.weight)
-    exchange = RowExchange(ids, rows, ownership="contiguous", group=table.axis)
+    exchange = RowExchange(ids, len(table.weight), ownership="contiguous", group=table.axis)
     received = exchange.push([exchange.sum(0, grads)]).wait()
     ((places, sums),) = exchange.merge(received)
     dense = torch.zeros(table.shard.exp_avg.shape).index_copy_(0, places, sums.mul_(1 / table.axis.size))
-    step_dense(table.shard, table.every_row, dense, table.next_step())
+    table.step_all(dense)
     table.gather(table.shard.weight.clone(), table.weight)
 
 
 def gather_sparse(table: WholeTable, ids: Tensor, grads: Tensor) -> None:
     """What DistributedDataParallel does with ``sparse=True``: everybody's rows to everybody, a lazy step on each."""
-    embedding(ids, table.weight)
     found = compact(ids.reshape(-1))
     sums = segment_sum(grads.reshape(-1, grads.shape[-1]), found, grads.dtype)
     call = table.axis.begin("sparse.all_gather", metadata=(len(sums),))
     counts = [count for (count,) in call.metadata.wait()]
-    every_id = torch.cat(call.all_gather(found.unique, counts).wait())
+    merged = compact(torch.cat(call.all_gather(found.unique, counts).wait()))
     every_row = torch.cat(call.all_gather(sums, counts).wait())
-    merged = compact(every_id)
     total = segment_sum(every_row, merged, torch.float32).mul_(1 / table.axis.size)
-    step_rows(table.shard, merged.unique, total, table.next_step())
+    step_rows(table.shard, merged.unique, total, _STEP)
 
 
 Baseline = Callable[[WholeTable, Tensor, Tensor], None]
