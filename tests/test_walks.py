@@ -1,0 +1,132 @@
+"""The walks of CONTRIBUTING.md: the files that a value passes through are those that run, no more and no fewer."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.world.launch import ProcessWorld
+
+SOURCE = Path(weft.__file__).parent
+PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+ROW = re.compile(r"^\| `(?P<file>[\w/]+\.py)` \| (?P<functions>[^|]+) \|")
+OF_TRAINING = ("cli.py", "train/", "report/", "parallel/", "world/")  # the rest of it are the other four walks
+
+
+class FilesThatRun:
+    """The functions of weft that are entered, by file, in the order in which the files are."""
+
+    def __init__(self) -> None:
+        self.entered: dict[str, set[str]] = {}
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(str(SOURCE)) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            self.entered.setdefault(os.path.relpath(path, SOURCE), set()).add(frame.f_code.co_name)
+
+    def __enter__(self) -> FilesThatRun:
+        threading.setprofile(self._enter)
+        sys.setprofile(self._enter)
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def key(axis: weft.Axis) -> dict[str, set[str]]:
+    x, g = torch.randn(1, 20, 2, 4, requires_grad=True), torch.full((1, 20, 2), -0.1)
+    with FilesThatRun() as walk:
+        weft.linear_attention(x, x, x, g, layout="zigzag")[0].sum().backward()
+    return walk.entered
+
+
+def kv_head(axis: weft.Axis) -> dict[str, set[str]]:
+    x = torch.randn(1, 20, 2, 4, requires_grad=True)
+    with FilesThatRun() as walk:
+        weft.attention(x, x, x, causal=True, layout="zigzag", method="gather").sum().backward()
+    return walk.entered
+
+
+def embedding_id(axis: weft.Axis) -> dict[str, set[str]]:
+    table = weft.BigramHashEmbedding(100, 8)
+    optimizer = weft.optim.RowAdam(table.parameters(), lr=0.1)
+    tokens = torch.arange(20).view(2, 10)
+    with FilesThatRun() as walk:
+        table.prefetch(tokens)
+        table(tokens).sum().backward()
+        optimizer.step()
+    return walk.entered
+
+
+def gradient(axis: weft.Axis) -> dict[str, set[str]]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    parts = [weft.optim.REKLS([model.weight], lr=0.1, data_group=axis), weft.optim.ShardedAdamW([model.bias])]
+    step = weft.optim.OverlappedStep(parts, clip=1.0)
+    with FilesThatRun() as walk:
+        model(torch.ones(2, 8)).sum().backward()
+        step.step()
+    return walk.entered
+
+
+def train(folder: Path) -> dict[str, set[str]]:
+    """In one process; what is imported for it has run nothing yet."""
+    from weft.cli import main
+
+    text = folder / "text.txt"
+    text.write_text("so much depends upon a red wheel barrow " * 200)
+    flags = "--steps 2 --batch 2 --length 64 --width 32 --heads 2 --layers 2 --checkpoint-every 2 --table-rows 257"
+    sys.argv = ["weft", "train", "--data", str(text), "--out", str(folder / "run"), *flags.split()]
+    with FilesThatRun() as walk:
+        main()
+    return {file: names for file, names in walk.entered.items() if file.startswith(OF_TRAINING)}
+
+
+def written(title: str) -> dict[str, list[str]]:
+    """The functions that the table under a heading names, by file."""
+    section = PAGE.read_text().partition(f"### {title}\n")[2].partition("\n### ")[0].partition("\n## ")[0]
+    rows = [found for line in section.splitlines() if (found := ROW.match(line))]
+    assert rows, f"CONTRIBUTING.md has no table under {title!r}"
+    return {row["file"]: re.findall(r"`([\w.]+)`", row["functions"]) for row in rows}
+
+
+def compare(title: str, found: dict[str, set[str]]) -> None:
+    table = written(title)
+    assert set(table) == set(found), f"missing {set(found) - set(table)}, not entered {set(table) - set(found)}"
+    for file, functions in table.items():
+        assert functions, f"{file}: no function is named"
+        unknown = [name for name in functions if name.rpartition(".")[2] not in found[file]]
+        assert not unknown, f"{file}: {unknown} did not run; these did: {sorted(found[file])}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("title", "walk"),
+    [
+        ("A key of linear attention", key),
+        ("A KV head of softmax attention", kv_head),
+        ("An embedding id", embedding_id),
+        ("A gradient", gradient),
+    ],
+    ids=["key", "kv_head", "embedding_id", "gradient"],
+)
+def test_a_value_passes_through_the_files_that_are_written_down(title: str, walk: Any, two: ProcessWorld) -> None:
+    compare(title, two.run(walk)[0])
+
+
+def test_training_passes_through_the_files_that_are_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    compare("A run of `weft train`", train(tmp_path))
