@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -170,6 +169,7 @@ class IdSet:
         self.counts = [end - start for start, end in pairwise(self.bounds)]
         self.asked = ids.new_empty(0)
         self.asked_bounds: list[int] = []
+        self._merged: Compact | None = None
 
     def owned_by(self, rank: int) -> slice:
         return slice(self.bounds[rank], self.bounds[rank + 1])
@@ -182,10 +182,12 @@ class IdSet:
         """The places of the needed rows on their owners."""
         return self.needed.unique % self.ownership.stride
 
-    @cached_property
+    @property
     def merged(self) -> Compact:
         """The different rows this rank is asked for, and by whom: in rank order. Once ids have travelled."""
-        return compact(self.asked)
+        if self._merged is None:
+            self._merged = compact(self.asked)
+        return self._merged
 
 
 def find_ids_fault(operation: str, ids: Sequence[Any], sizes: Sequence[Any], rank: int) -> Exception | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -198,24 +197,32 @@ class RowUpdate:
 
     def __init__(self, rows: RowState) -> None:
         self._rows, self._group, self._number = rows, rows.group, int(rows.state["step"]) + 1
+        self._gradient: tuple[Tensor, Tensor] | None = None
+        self._finite: bool | None = None
         self._order: Tensor | None = None  # in which they are copied
         self._copies: Shard | None = None
         self._worked = False
 
-    @cached_property
+    # Not cached_property: before Python 3.12 that locks all ranks of a process out while one of them waits.
+
+    @property
     def gradient(self) -> tuple[Tensor, Tensor]:
         """(places ``[M]``, rows ``[M, d]``), waited for."""
-        table = self._rows.table
-        found = table.gradient()
-        if found is None:  # it was expected, and did not come
-            none = torch.zeros(0, dtype=torch.int64, device=table.weight.device)
-            found = none, table.values[none]
-        return found[0], found[1].to(table.wide)
+        if self._gradient is None:
+            table = self._rows.table
+            found = table.gradient()
+            if found is None:  # it was expected, and did not come
+                none = torch.zeros(0, dtype=torch.int64, device=table.weight.device)
+                found = none, table.values[none]
+            self._gradient = found[0], found[1].to(table.wide)
+        return self._gradient
 
-    @cached_property
+    @property
     def finite(self) -> bool:
         """Whether the gradient is."""
-        return is_finite(self.gradient[1])
+        if self._finite is None:
+            self._finite = is_finite(self.gradient[1])
+        return self._finite
 
     @property
     def _numbers(self) -> AdamStep:
