@@ -56,7 +56,7 @@ def test_every_autograd_function_is_a_rank_function() -> None:
 
 
 def test_no_cache_of_functools_holds_tensors() -> None:
-    """They would keep what a call under inference mode or with fake tensors made: see `weft.comm.modes`."""
+    """They would keep what a call under inference mode or with fake tensors made: see `weft.comm.function`."""
     for where, node in definitions(ast.FunctionDef):
         if any("cache" in ast.unparse(one) for one in node.decorator_list):
             makers = [f"torch.{name}(" for name in ("tensor", "arange", "empty", "zeros", "ones", "full", "cat")]

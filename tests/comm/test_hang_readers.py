@@ -9,7 +9,7 @@ import pytest
 
 from weft.comm import hang
 from weft.comm.hang import HangDetector
-from weft.errors import CallRecord
+from weft.comm.records import CallRecord
 
 
 class Clock:

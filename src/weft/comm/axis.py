@@ -11,11 +11,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from weft.comm.call import Call, Message, start_beside
-from weft.comm.counter import CallCounter
 from weft.comm.dist import DistWire, process_group_of
 from weft.comm.metadata import gather_metadata
+from weft.comm.records import CallCounter, CallRecord
 from weft.comm.wire import Pending, SoloWire, Wire
-from weft.errors import CallRecord
 
 T = TypeVar("T")
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from weft.comm import ledger
-from weft.comm.counter import CallCounter
+from weft.comm.records import CallCounter, CallRecord
 from weft.comm.wire import Pending, Wire, WireMessage, coalesce, empty_coalesced, split_coalesced
-from weft.errors import CallRecord
 
 T = TypeVar("T")
 Message = tuple[int, Tensor]  # (rank on the axis, contiguous tensor to send or to fill)

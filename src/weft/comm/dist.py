@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.hang import HangDetector
+from weft.comm.records import CallRecord
 from weft.comm.wire import Pending, StreamLane, ThreadLanes, WireMessage
-from weft.errors import CallRecord, CommError
+from weft.errors import CommError
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from weft.comm.counter import dump_records, load_records
-from weft.errors import CallRecord, CommError, Fault, diagnose, error_of, fault_of, name_ranks
+from weft.comm.records import CallRecord, diagnose, dump_records, load_records
+from weft.errors import CommError, Fault, error_of, fault_of, name_ranks
 
 PATIENCE = 1.0  # seconds a wait may last before the others are looked up
 PERIOD = 0.25  # seconds between two looks

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from weft.comm.call import Call
-from weft.comm.counter import dump_records, load_records, mix
+from weft.comm.records import diagnose, dump_records, load_records, mix
 from weft.comm.wire import Pending
-from weft.errors import diagnose, error_of
+from weft.errors import error_of
 
 if TYPE_CHECKING:
     from weft.comm.axis import Axis

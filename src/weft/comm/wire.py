@@ -16,7 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from weft.errors import CallRecord, error_of
+from weft.comm.records import CallRecord
+from weft.errors import error_of
 
 T = TypeVar("T")
 # (peer's rank on the wire, tag, contiguous tensor to send or to fill)

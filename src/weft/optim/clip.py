@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
-from weft.comm.modes import outside_autocast
+from weft.comm.function import outside_autocast
 from weft.ops.embedding import RowTable
 from weft.parallel.dtensor import is_dtensor, whole_of
 

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from weft.comm.records import CallRecord, diagnose
 from weft.comm.wire import Pending, WireMessage
-from weft.errors import CallRecord, DisagreementError, NcclRuleError, diagnose, name_ranks
+from weft.errors import DisagreementError, NcclRuleError, name_ranks
 from weft.world.network import Links
 from weft.world.scheduler import Scheduler, Task
 

@@ -14,8 +14,9 @@ import torch
 from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
 from weft.comm.ledger import Event, Ledger
+from weft.comm.records import CallRecord, diagnose
 from weft.comm.wire import Pending, WireMessage, without_gradients
-from weft.errors import CallRecord, DeadlockError, Fault, NcclRuleError, diagnose, error_of, name_ranks
+from weft.errors import DeadlockError, Fault, NcclRuleError, error_of, name_ranks
 from weft.world.machine import Machine, counting
 from weft.world.nccl import HostReads, NcclExpected, NcclQueues
 from weft.world.network import Links, TaggedMessages

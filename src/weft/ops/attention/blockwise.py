@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call
-from weft.comm.modes import keep_tensors
+from weft.comm.function import keep_tensors
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.plan import AttentionPlan, Block, Options
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, read
-from weft.comm.function import eager
-from weft.comm.modes import outside_modes
+from weft.comm.function import eager, outside_modes
 from weft.ops.embedding.exchange import RowExchange
 from weft.ops.embedding.ids import OWNERSHIPS, IdSet, Ownership, find_ids_fault
 from weft.ops.embedding.lookup import Lookup, Prefetch, WholeTable

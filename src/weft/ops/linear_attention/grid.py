@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.modes import ordinary, tensors_are_real
+from weft.comm.function import ordinary, tensors_are_real
 
 # Elements of one tile buffer. Around 1 MB in fp32: small enough for the cache, large enough to hide Python.
 TILE_ELEMENTS = 1 << 18
@@ -29,7 +29,7 @@ class _Memory(threading.local):
 
     Fresh memory comes from the system page by page, and for buffers written once that costs as much as a product.
     Nothing of a tile outlives the work on it, so calls in flight in one thread can share the tile buffers. All of it is
-    ordinary memory: see `weft.comm.modes`.
+    ordinary memory: see `weft.comm.function`.
     """
 
     def __init__(self) -> None:

@@ -16,8 +16,7 @@ from weft.comm.arguments import (
     find_tensor_fault,
     the_choice,
 )
-from weft.comm.function import eager
-from weft.comm.modes import tensors_are_real
+from weft.comm.function import eager, tensors_are_real
 from weft.ops.linear_attention.distributed import FORWARD, LinearAttention, Options
 from weft.ops.linear_attention.fused.tiling import find_triton_fault
 from weft.ops.scan import METHODS

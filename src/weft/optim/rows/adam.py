@@ -12,8 +12,8 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, read
+from weft.comm.function import outside_modes
 from weft.comm.ledger import Event
-from weft.comm.modes import outside_modes
 from weft.ops.embedding import RowTable
 from weft.optim.rows.state import MOMENTS, Costs, RowState, RowUpdate
 from weft.optim.rows.steps import RowCosts

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm import ledger
+from weft.comm.function import outside_modes
 from weft.comm.ledger import Event
-from weft.comm.modes import outside_modes
 from weft.ops.embedding import RowTable
 from weft.ops.embedding.ids import ScratchMemory
 from weft.ops.embedding.whole import from_checkpoint, to_checkpoint

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Pending
 from weft.comm.arguments import read
-from weft.comm.modes import outside_autocast
+from weft.comm.function import outside_autocast
 from weft.optim.step.compare import Examined, compare_gradients, compare_weights, gather_verdict, is_lost
 from weft.optim.step.orders import Unit, send_in_order, work_in_order
 from weft.optim.step.record import StepRecord

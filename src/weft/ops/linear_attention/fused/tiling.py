@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.modes import keep_tensors
+from weft.comm.function import keep_tensors
 from weft.ops.linear_attention.grid import Grid
 
 MAX_DIM = 256  # K and V

@@ -1,19 +1,49 @@
-"""The numbering of the calls made on an axis, and the signature that a call's options give it."""
+"""Calls as the ranks compare them: their numbers on an axis, the signatures their options give, and who differs."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 
-from weft.errors import CallRecord, fault_of
+from weft.errors import Fault, fault_of, name_ranks
 
 Signature = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of an operation on an axis: what every rank of the axis must have in common.
+
+    ``number`` counts the calls on ``counter`` (an axis, or one lane of it); ``signature`` are the shapes, dtypes
+    and options as text. ``tag`` goes on the wire with every message of the call, so that messages of different
+    calls never meet. ``fault`` is the error this rank found in its arguments, if it could not make the call.
+    ``integers``: how many of them the ranks gather as metadata at its beginning.
+    """
+
+    counter: str
+    number: int
+    operation: str
+    signature: tuple[tuple[str, str], ...]
+    tag: int
+    fault: Fault | None = None
+    integers: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.signature)})"
+
+    @property
+    def place(self) -> str:
+        """Where in a program it stands, for messages."""
+        return f"call {self.number}, {self.operation}"
+
+    def agrees_with(self, other: CallRecord) -> bool:
+        return (self.operation, self.signature, self.fault) == (other.operation, other.signature, other.fault)
 
 
 @dataclass
@@ -70,6 +100,43 @@ class CallCounter:
         if value not in ("first", "always"):
             raise ValueError(f"WEFT_CHECK={value!r} is not known; use 'first' (the default) or 'always'")
         return value == "always" or operation not in self.agreed
+
+
+def diagnose(records: Mapping[int, CallRecord], size: int) -> Fault | None:
+    """What is wrong with the same call on several ranks: the first rank's fault, else a disagreement, else None.
+
+    ``records`` maps a rank to its call; one that has not published any is absent.
+    """
+    for rank in sorted(records):
+        if (fault := records[rank].fault) is not None:
+            return fault
+    distinct: list[tuple[CallRecord, list[int]]] = []
+    for rank in sorted(records):
+        for record, ranks in distinct:
+            if record.agrees_with(records[rank]):
+                ranks.append(rank)
+                break
+        else:
+            distinct.append((records[rank], [rank]))
+    if len(distinct) < 2:
+        return None
+    first = distinct[0][0]
+    same_operation = all(record.operation == first.operation for record, _ in distinct)
+    shown = []
+    for record, ranks in distinct:
+        words = ", ".join(
+            f"{name}={value}"
+            for name, value in record.signature
+            if not same_operation or any(dict(other.signature).get(name) != value for other, _ in distinct)
+        )
+        shown.append(f"{name_ranks(ranks)} called {record.operation}({words})")
+    silent = [rank for rank in range(size) if rank not in records]
+    missing = f"; no word from {name_ranks(silent)}" if silent else ""
+    return (
+        "DisagreementError",
+        f"{first.operation}: the ranks disagree at call {first.number}: {'; '.join(shown)}{missing}; "
+        f"every rank must make the same call with the same shapes, dtypes and options",
+    )
 
 
 def dump_records(records: Sequence[CallRecord]) -> str:
