@@ -2,7 +2,7 @@
 
 `RankFunction` is for autograd, `eager` for the compiler. State and cross-rank arithmetic keep their dtype, even
 inside ``torch.autocast``. What is kept from one call to the next is ordinary: a tensor made under inference mode cannot
-be written to in a training step, and one made under a FakeTensorMode has no memory, nor can a call under such a mode use
+be written to in a training step, and one made under a FakeTensorMode has no memory, nor can a call there use
 an ordinary one. So what is kept is made outside the first, and the second neither keeps nor uses any.
 """
 
