@@ -29,11 +29,11 @@ def network(request: pytest.FixtureRequest) -> Iterator[str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers: tests that use the pool stay on one of them, those with processes of their own on one.
 
-    Of the tests by NCCL's rules, where programs run twice, `make test` takes every sixth and `make soak` all.
+    Of the tests by NCCL's rules, where programs run twice, `make test` takes every third and `make soak` all.
     """
     for item in items:
         rules = item.callspec.params.get("network") if hasattr(item, "callspec") else None
-        if rules == "nccl" and "WEFT_SOAK" not in os.environ and zlib.crc32(item.nodeid.encode()) % 6:
+        if rules == "nccl" and "WEFT_SOAK" not in os.environ and zlib.crc32(item.nodeid.encode()) % 3:
             item.add_marker(pytest.mark.slow)
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("pool"))

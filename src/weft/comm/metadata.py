@@ -107,6 +107,7 @@ def _double(call: Call, tag: int, mine: Tensor) -> Pending[Tensor]:
 def gather_text(axis: Axis, operation: str, mine: str) -> list[str]:
     """Every rank's text, by rank. All ranks must call it.
 
+    >>> from weft.comm import Axis
     >>> gather_text(Axis.of(None), "greet", "hello")
     ['hello']
     """
