@@ -50,7 +50,7 @@ def exclusive_scan(
     gradient travels. Differentiable in all three; the gradient is the scan in the other direction, by the
     same method. Computed and sent in fp32 (fp64 for fp64).
 
-    What crosses ranks depends on ``method``, a name of `weft.scan.METHODS`; ``blocks`` is how many pieces
+    What crosses ranks depends on ``method``, a name of `weft.ops.scan.METHODS`; ``blocks`` is how many pieces
     ``pipeline`` cuts the state into (at most one per row; dense transitions: per column).
 
     >>> exclusive_scan(torch.ones(2, 3)).sum()          # a world of one: nothing enters
