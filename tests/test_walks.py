@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,24 +25,30 @@ OF_TRAINING = ("cli.py", "train/", "report/", "parallel/", "world/")  # the rest
 
 
 class FilesThatRun:
-    """The functions of weft that are entered, by file, in the order in which the files are."""
+    """The functions of weft that are entered, by file, in this thread and in those that were started since the first.
 
-    def __init__(self) -> None:
-        self.entered: dict[str, set[str]] = {}
+    Threads that wait for work outlive a walk and are used by the next, so what they enter is noted in one place.
+    """
 
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> None:
-        path = frame.f_code.co_filename
-        if event == "call" and path.startswith(str(SOURCE)) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            self.entered.setdefault(os.path.relpath(path, SOURCE), set()).add(frame.f_code.co_name)
+    entered: dict[str, set[str]] | None = None
 
-    def __enter__(self) -> FilesThatRun:
+    @classmethod
+    def _enter(cls, frame: FrameType, event: str, argument: Any) -> None:
+        path, entered = frame.f_code.co_filename, cls.entered
+        if entered is None or event != "call" or not path.startswith(str(SOURCE)):
+            return
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # not a module or the body of a class
+            entered.setdefault(os.path.relpath(path, SOURCE), set()).add(frame.f_code.co_name)
+
+    def __enter__(self) -> dict[str, set[str]]:
+        FilesThatRun.entered = entered = {}
         threading.setprofile(self._enter)
         sys.setprofile(self._enter)
-        return self
+        return entered
 
     def __exit__(self, *reason: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        FilesThatRun.entered = None
 
 
 def key(axis: weft.Axis) -> dict[str, set[str]]:
@@ -49,7 +56,7 @@ def key(axis: weft.Axis) -> dict[str, set[str]]:
     operation = weft.linear_attention  # the first use of a name imports its package
     with FilesThatRun() as walk:
         operation(x, x, x, g, layout="zigzag")[0].sum().backward()
-    return walk.entered
+    return walk
 
 
 def kv_head(axis: weft.Axis) -> dict[str, set[str]]:
@@ -57,7 +64,7 @@ def kv_head(axis: weft.Axis) -> dict[str, set[str]]:
     operation = weft.attention
     with FilesThatRun() as walk:
         operation(x, x, x, causal=True, layout="zigzag", method="gather").sum().backward()
-    return walk.entered
+    return walk
 
 
 def embedding_id(axis: weft.Axis) -> dict[str, set[str]]:
@@ -68,7 +75,7 @@ def embedding_id(axis: weft.Axis) -> dict[str, set[str]]:
         table.prefetch(tokens)
         table(tokens).sum().backward()
         optimizer.step()
-    return walk.entered
+    return walk
 
 
 def gradient(axis: weft.Axis) -> dict[str, set[str]]:
@@ -79,7 +86,7 @@ def gradient(axis: weft.Axis) -> dict[str, set[str]]:
     with FilesThatRun() as walk:
         model(torch.ones(2, 8)).sum().backward()
         step.step()
-    return walk.entered
+    return walk
 
 
 def train(folder: Path) -> dict[str, set[str]]:
@@ -92,7 +99,7 @@ def train(folder: Path) -> dict[str, set[str]]:
     sys.argv = ["weft", "train", "--data", str(text), "--out", str(folder / "run"), *flags.split()]
     with FilesThatRun() as walk:
         main()
-    return {file: names for file, names in walk.entered.items() if file.startswith(OF_TRAINING)}
+    return {file: names for file, names in walk.items() if file.startswith(OF_TRAINING)}
 
 
 def written(title: str) -> dict[str, list[str]]:
@@ -120,9 +127,13 @@ WALKS = {
 
 
 @pytest.mark.processes
-def test_a_value_passes_through_the_files_that_are_written_down(two: ProcessWorld) -> None:
-    """Each table has the files of its own; those of a call, which all four pass through, are one table."""
-    found = {title: two.run(walk)[0] for title, walk in WALKS.items()}
+def test_a_value_passes_through_the_files_that_are_written_down() -> None:
+    """Each table has the files of its own; those of a call, which all four pass through, are one table.
+
+    On new processes: lanes that earlier tests started would not be seen.
+    """
+    with ProcessWorld(2, timeout=timedelta(seconds=60)) as world:
+        found = {title: world.run(walk)[0] for title, walk in WALKS.items()}
     shared = set.intersection(*(set(files) for files in found.values()))
     common: dict[str, set[str]] = {file: set().union(*(files[file] for files in found.values())) for file in shared}
     compare(written("A call on an axis"), common)
@@ -134,4 +145,7 @@ def test_training_passes_through_the_files_that_are_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [])
-    compare(written("A run of `weft train`"), train(tmp_path))
+    try:
+        compare(written("A run of `weft train`"), train(tmp_path))
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]

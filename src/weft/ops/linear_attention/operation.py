@@ -58,7 +58,7 @@ def linear_attention(
     | final state     | as `initial_state`, fp32 (fp64 for fp64)    | the whole, on every rank                   |
     | `cu_seqlens`    | ``[N+1]``, of the whole sequence, B = 1     | the whole, on every rank                   |
 
-    What crosses ranks: one state for each document that spans ranks, by ``method`` (a name of `weft.ops.scan.METHODS` or
+    What crosses ranks: one state for each document that spans ranks, by ``method`` (of `weft.ops.scan.METHODS` or
     "auto"), while the within-chunk part is computed; forward a prefix, backward a suffix. Final states go to
     every rank only if asked for. Gradients: those of q, k, v and gates are this rank's; a constant ``g`` gets
     this rank's part (they add up to the whole); `initial_state` gets its gradient on the rank where the sequence
