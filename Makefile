@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/weft demo
 
 test: .venv/ready check
-	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadgroup
+	$(BIN)/pytest -m "not slow" -rs --numprocesses 2 --dist loadgroup
 
 check: .venv/ready
 	$(BIN)/ruff check src tests examples
