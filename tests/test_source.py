@@ -36,6 +36,27 @@ def test_only_comm_and_parallel_call_torch_distributed() -> None:
     assert users == {"comm", "parallel"}
 
 
+def test_no_file_is_longer_than_300_lines() -> None:
+    """A longer one is asking to become two."""
+    lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
+    assert not {file: length for file, length in lengths.items() if length > 300}
+
+
+def test_no_import_within_a_function_hides_a_cycle() -> None:
+    """What is imported late is heavy, optional or for the command line: never these packages from one another."""
+    packages = ("weft.comm", "weft.parallel", "weft.ops", "weft.optim", "weft.world")
+    late = {
+        f"{path.relative_to(SOURCE)}: {ast.unparse(node)}"
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] in {package.removeprefix("weft.") for package in packages}
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(packages)
+    }
+    assert not late
+
+
 def definitions(kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> list[tuple[str, ast.ClassDef | ast.FunctionDef]]:
     """Every class or function of the library, with where it is; benchmarks are apart."""
     return [

@@ -11,7 +11,6 @@
 6. A message is read when it moves, not when it is issued; a received tensor holds nothing until it was waited for.
 7. At the end every queue is empty and everything was waited for.
 8. The host does not read received integers: counts and lengths go over the CPU side.
-
 Not covered: lifetimes of memory and streams.
 """
 
