@@ -16,8 +16,8 @@ import torch
 
 from weft.bench.matrix.quality import RATES
 from weft.bench.step import orders as step_orders
+from weft.bench.step.cases import methods_on
 from weft.bench.step.runs import Run, Sizes
-from weft.bench.step.step import methods_on
 from weft.cli import main
 from weft.comm import Axis
 from weft.ops.linear_attention.fused.ahead import Shape, compile_for, launches
@@ -306,7 +306,7 @@ def test_bench_step_orders_compares_orders_with_the_bound(
     kept = tmp_path / "rows.json"
     assert call_main("bench", "step-orders", "--tries", "12", "--json", str(kept)) == 0
     shown, rows = capsys.readouterr().out, json.loads(kept.read_text())["rows"]
-    for case in ("4 waves", "8 MB"):
+    for case in ("4 buckets", "8 MB"):
         of = {row["order"].partition(":")[0]: row for row in rows if row["case"] == case}
         assert (
             list(of) == ["naive", "published", "default", "tuned", "tuned, the step itself", "bound"] and case in shown

@@ -117,7 +117,7 @@ def show_kernels(
     check_at_least(1, dims=dims, chunks=chunks, tokens=tokens, heads=heads)
     check_file("--json", json)
     from weft.bench.linear_attention import kernels
-    from weft.bench.world import run_here
+    from weft.bench.ranks import run_here
 
     todo, gpus = kernels.shapes(decays or kernels.DECAYS, dims, chunks, dtypes, tokens, heads), tuple(kernels.GPUS)
     layouts, faults = kernels.layouts(tokens, heads), list[str]()

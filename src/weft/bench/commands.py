@@ -20,8 +20,8 @@ def bench_scan(ranks: Ranks = None, json: Json = None, repeats: Repeats = 15, ca
     """
     check_at_least(1, repeats=repeats, calls=calls)
     check_file("--json", json)
+    from weft.bench.ranks import run_on_ranks
     from weft.bench.scan import cases as scan
-    from weft.bench.world import run_on_ranks
 
     facts = {"repeats": repeats, "calls": calls}
     run_on_ranks("scan", ranks, json, facts, scan.layouts, lambda w, report: scan.run(w, report, repeats, calls))
@@ -46,7 +46,7 @@ def bench_linear_attention(
     check_at_least(1, tokens=tokens, virtual_ranks=virtual_ranks, h100_ranks=h100_ranks, repeats=repeats)
     check_file("--json", json)
     from weft.bench.linear_attention import cases as linear_attention
-    from weft.bench.world import run_on_ranks
+    from weft.bench.ranks import run_on_ranks
 
     run_on_ranks(
         "linear-attention", ranks, json, {"tokens": tokens, "repeats": repeats},
@@ -68,7 +68,7 @@ def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None,
     check_at_least(1, tokens=tokens, repeats=repeats)
     check_file("--json", json)
     from weft.bench.attention import cases as attention
-    from weft.bench.world import run_on_ranks
+    from weft.bench.ranks import run_on_ranks
 
     run_on_ranks(
         "attention", ranks, json, {"tokens": tokens, "repeats": repeats}, lambda size: attention.layouts(size, tokens),
@@ -93,8 +93,8 @@ def bench_rows(
     check_at_least(1, repeats=repeats, smaller=smaller)
     check_at_least(0, warm_steps=warm_steps)
     check_file("--json", json)
-    from weft.bench.rows import rows
-    from weft.bench.world import run_on_ranks
+    from weft.bench.ranks import run_on_ranks
+    from weft.bench.rows import cases as rows
 
     run_on_ranks(
         "rows", ranks, json, {"repeats": repeats, "warm_steps": warm_steps}, rows.layouts,
@@ -119,8 +119,8 @@ def bench_network(
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
     check_file("--json", json)
+    from weft.bench.ranks import run_on_ranks
     from weft.bench.scan import network
-    from weft.bench.world import run_on_ranks
     from weft.world import Machine
 
     machine = Machine(latency, bandwidth)
@@ -164,9 +164,9 @@ def bench_rekls(
     check_at_least(1, repeats=repeats, widths=widths, blocks=blocks, seeds=seeds, steps=steps)
     check_at_least(0, warm_steps=warm_steps)
     check_file("--json", json)
-    from weft.bench.matrix import bench
+    from weft.bench.matrix import cases as matrix
     from weft.bench.matrix import quality as quality_of
-    from weft.bench.world import run_on_ranks
+    from weft.bench.ranks import run_on_ranks
 
     defaults = {"repeats": 7, "warm_steps": 4, "widths": (128, 256), "blocks": 2, "seeds": 5, "steps": 300}
     options: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in given.items()}
@@ -178,8 +178,8 @@ def bench_rekls(
         return
     run_on_ranks(
         "rekls", ranks, json, {name: options[name] for name in ("repeats", "warm_steps", "blocks")},
-        lambda size: bench.layouts(size, options["blocks"]),
-        lambda world, report: bench.run(world, report, **options),
+        lambda size: matrix.layouts(size, options["blocks"]),
+        lambda world, report: matrix.run(world, report, **options),
     )  # fmt: skip
 
 
@@ -212,9 +212,9 @@ def bench_step(
     check_at_least(1, repeats=repeats, width=width, blocks=blocks, rows=rows, vocabulary=vocabulary, tokens=tokens)
     check_at_least(0, warm_steps=warm_steps)
     check_file("--json", json)
-    from weft.bench.step import step
+    from weft.bench.ranks import run_on_ranks
+    from weft.bench.step import cases as step
     from weft.bench.step.runs import Sizes
-    from weft.bench.world import run_on_ranks
     from weft.world import Machine
 
     sizes, link = Sizes(width, blocks, rows, vocabulary, tokens), Machine(latency, bandwidth)
@@ -237,8 +237,8 @@ def bench_step_orders(tries: int = 64, json: Json = None) -> None:
     """
     check_at_least(1, tries=tries)
     check_file("--json", json)
+    from weft.bench.ranks import run_here
     from weft.bench.step import orders
-    from weft.bench.world import run_here
 
     facts = {"tries": tries}
     run_here("step-orders", json, facts, orders.layouts(), lambda report: orders.run(report, tries))
@@ -273,14 +273,14 @@ def bench_train(
     check_at_least(1, repeats=repeats, length=length, batch=batch, width=width, layers=layers)
     check_at_least(2, rows=rows)
     check_file("--json", json)
-    from weft.bench.train import steps
-    from weft.bench.world import run_on_ranks
+    from weft.bench.ranks import run_on_ranks
+    from weft.bench.train import cases as train
 
     settings = {"length": length, "batch": batch, "width": width, "layers": layers}
     run_on_ranks(
         "train", None, json, {"repeats": repeats, "warm_steps": warm_steps, "rows": rows, **settings},
-        lambda size: steps.layouts(settings, rows),
-        lambda world, report: steps.run(world, report, repeats, warm_steps, settings, rows),
+        lambda size: train.layouts(settings, rows),
+        lambda world, report: train.run(world, report, repeats, warm_steps, settings, rows),
     )  # fmt: skip
 
 

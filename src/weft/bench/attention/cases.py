@@ -11,9 +11,9 @@ from torch import Tensor
 
 from weft.bench.attention import baselines
 from weft.bench.attention.baselines import Baseline, options_for
+from weft.bench.ranks import RankPool, by_case, take_samples
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
-from weft.bench.world import RankPool, by_case, take_samples
 from weft.comm import Axis, Ledger
 from weft.comm.wire import SoloWire
 from weft.ops.attention import attention

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from weft.bench.linear_attention import gpu
 from weft.bench.linear_attention.baselines import Baseline, fla
+from weft.bench.ranks import RankPool, by_case, take_samples
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, examine, take_turns
-from weft.bench.world import RankPool, by_case, take_samples
 from weft.comm import Axis, Ledger
 from weft.comm.wire import SoloWire
 from weft.ops.linear_attention import linear_attention

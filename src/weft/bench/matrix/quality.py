@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.bench.matrix.bench import use_threads
+from weft.bench.matrix.cases import use_threads
 from weft.bench.matrix.tasks import TASKS
+from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
-from weft.bench.world import RankPool
 from weft.comm import Axis
 from weft.optim import REKLS
 

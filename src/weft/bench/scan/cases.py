@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.bench.ranks import RankPool, by_case, take_samples
 from weft.bench.report import Column, Layout, Report
 from weft.bench.scan import baselines
 from weft.bench.timing import take_turns
-from weft.bench.world import RankPool, by_case, take_samples
 from weft.comm import Axis, Ledger, record
 from weft.comm.dist import DistWire
 from weft.ops.scan import METHODS, Form, exclusive_scan

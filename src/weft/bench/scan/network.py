@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
-from weft.bench.world import RankPool
 from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.ops.attention import attention

@@ -44,7 +44,7 @@ def layouts() -> dict[str, Layout]:
 
 def run(report: Report, tries: int) -> None:
     """Orders in virtual time, for the buckets that REKLS makes itself and for smaller ones."""
-    cases: tuple[tuple[str, int | None], ...] = (("4 waves", None), ("8 MB", 8 << 20))
+    cases: tuple[tuple[str, int | None], ...] = (("4 buckets", None), ("8 MB", 8 << 20))
     with report.progress(len(cases), "orders") as advance:
         for name, bucket_bytes in cases:
             world = VirtualWorld(RANKS, MACHINE)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.bench.matrix.bench import SHAPES
+from weft.bench.matrix.cases import SHAPES
 from weft.bench.timing import line_up, peak_memory, sent_bytes
 from weft.comm import Axis, record
 from weft.comm.wire import SoloWire

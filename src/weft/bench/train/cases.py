@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import busy_seconds, line_up, sent_bytes
 from weft.bench.train.plain import PlainTrainer, bytes_by_family
 from weft.bench.train.replay import LIVE, REPLAY, ReplayTrainer
-from weft.bench.world import RankPool
 from weft.comm import Axis, record
 from weft.parallel.mesh import make_mesh
 from weft.train.config import TrainConfig

@@ -6,9 +6,9 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
 from weft.bench.step.runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample, set_up
-from weft.bench.world import RankPool
 from weft.world import Machine
 
 COLUMNS = (

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
 from weft.bench.rows.baselines import BASELINES, WholeTable
 from weft.bench.timing import line_up
-from weft.bench.world import RankPool
 from weft.comm import Axis, Ledger, record
 from weft.ops.embedding import RowExchange, ShardedEmbedding
 from weft.ops.embedding.ids import compact, segment_sum

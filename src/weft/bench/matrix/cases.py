@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from weft.bench.matrix.replicated import ReplicatedREKLS
+from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import line_up
-from weft.bench.world import RankPool
 from weft.comm import Axis, record
 from weft.optim import REKLS
 
