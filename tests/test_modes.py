@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from worlds import virtual_world
 
 import weft
+from weft.comm.function import keep_tensors
 from weft.world.launch import ProcessWorld
 
 SIZES = [1, 2]
@@ -181,3 +182,20 @@ def test_rows_are_summed_outside_autocast() -> None:
         return same(*found)
 
     assert all(virtual_world(2).run(program).results)
+
+
+def test_what_is_kept_is_ordinary_whatever_mode_it_was_made_in() -> None:
+    """Under inference mode it is made outside of it, and with fake tensors it is neither kept nor used."""
+    made: list[int] = []
+
+    @keep_tensors(maxsize=4)
+    def ones(size: int) -> Tensor:
+        made.append(size)
+        return torch.ones(size)
+
+    with torch.inference_mode():
+        kept = ones(3)
+    assert not kept.is_inference() and ones(3) is kept and made == [3]
+    with FakeTensorMode():
+        assert ones(3) is not kept and isinstance(ones(3), FakeTensor)
+    assert ones(3) is kept and len(made) == 3
