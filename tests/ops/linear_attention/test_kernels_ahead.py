@@ -122,8 +122,8 @@ PHASES = {
     "forward.intra": ("output_intra",),
     "forward.finish": ("scan_pieces", "output_inter"),
     "backward": ("chunk_states", "scan_pieces"),
-    "backward.intra": ("chunk_states", "scan_pieces", "query_grads", "key_grads", "value_grads"),
-    "backward.finish": ("scan_pieces", "key_finish", "value_finish"),
+    "backward.intra": ("chunk_states", "scan_pieces", "query_grads", "key_grads", "output_intra"),
+    "backward.finish": ("scan_pieces", "key_finish", "output_inter"),
 }
 
 

@@ -142,10 +142,10 @@ def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) ->
         programs *= count
     resident = gpu.resident(compiled.registers, compiled.shared, one.launch.warps)
     at_once = max(1, resident * gpu.processors)
-    back = {"chunk_states": " (q, do)", "scan_pieces": " (back)"} if one.launch.constants.get("REVERSE") else {}
+    back = {"chunk_states": " (q, do)", "scan_pieces": " (back)", "output_intra": " (dv)", "output_inter": " (dv)"}
     return {
         "decay": shape.gate,
-        "kernel": one.name + back.get(one.name, ""),
+        "kernel": one.name + (back[one.name] if one.launch.constants.get("REVERSE") else ""),
         "target": str(capability),
         "shape": describe_shape(shape),
         "registers": compiled.registers,

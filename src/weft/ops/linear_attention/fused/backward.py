@@ -1,7 +1,7 @@
-"""The Triton kernels of the backward: what needs no gradient of the leaving states (``*_grads``), and the rest.
+"""The Triton kernels of dq, dk and dg: what needs no gradient of the leaving states (``*_grads``), and the rest.
 
-A program of ``*_grads`` works on one block of BR tokens of a chunk, one block of K (or V) and one value head. Results
-are [B, T, HV, K or V]. ``row`` and ``col`` hold what a token's q and k give to the gates, the diagonal of the scores
+A program of ``*_grads`` works on one block of BR tokens of a chunk, one block of K and one value head. Results
+are [B, T, HV, K]. ``row`` and ``col`` hold what a token's q and k give to the gates, the diagonal of the scores
 left out: [B, T, HV, K], or [parts, B, T, HV] with a part for each block of K.
 """
 
@@ -21,7 +21,6 @@ from weft.ops.linear_attention.fused.blocks import (
     over_middle,
     pair_decay,
     pair_grads,
-    pair_scores,
     reach,
     since_block,
     store_tile,
@@ -159,36 +158,6 @@ def key_grads(
 
 
 @triton.jit
-def value_grads(
-    q, k, g, do, start, length, dv, scale,
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, do_b, do_t, do_h, tokens_all, value_heads, group, gate_group,
-    K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LEVELS: tl.constexpr, GATE: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr,
-):  # fmt: skip
-    """The within-chunk part of dv, in fp32: scores, transposed, times do."""
-    chunk, j, cell = tl.program_id(0) // (BC // BR), tl.program_id(0) % (BC // BR), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
-    token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
-    value = tl.program_id(1) * BV + tl.arange(0, BV)
-    row = tl.arange(0, BR)
-    q += b * q_b + token * q_t + (head // group) * q_h
-    k += b * k_b + token * k_t + (head // group) * k_h
-    do += b * do_b + token * do_t + head * do_h
-    g = to_gate(g, b, token, head // gate_group, g_b, g_t, g_h, GATE)
-    dvs = tl.zeros([BR, BV], dtype=tl.float32)
-    if GATE == "vector":
-        scores = pair_scores(q, k, g, j, j, q_t, k_t, g_t, tokens, K, BC, BR, BK, LEVELS, GATE, True, DOT, LOGS)
-        dos = load_tile(do, j * BR + row, value, do_t, tokens, V)
-        dvs = tl.dot(tl.trans(scores), dos, dvs, input_precision=DOT)
-    for i in range(j + 1 if GATE == "vector" else j, tl.cdiv(tokens, BR)):
-        scores = pair_scores(q, k, g, i, j, q_t, k_t, g_t, tokens, K, BC, BR, BK, LEVELS, GATE, False, DOT, LOGS)
-        dos = load_tile(do, i * BR + row, value, do_t, tokens, V)
-        dvs = tl.dot(tl.trans(scores), dos, dvs, input_precision=DOT)
-    dv += ((b * tokens_all + token) * value_heads + head) * V
-    store_tile(dv, scale * dvs, j * BR + row, value, value_heads * V, tokens, V)
-
-
-@triton.jit
 def key_finish(
     k, v, g, start, length, chunk_piece, states, since, arriving, grad_states, until, grad_arriving,
     dk_inner, row_gate, col_gate, dk, dg,
@@ -258,39 +227,3 @@ def key_finish(
         dlog = tl.cumsum(pairs, 0, reverse=True) + tl.sum(whole, 0) * tl.exp(total.to(tl.float32))
         dlog += tl.sum(tl.where(row[None, :] < row[:, None], given[None, :], 0.0), 1)
         tl.store(dg + place + row * value_heads, dlog, mask=row < tokens)
-
-
-@triton.jit
-def value_finish(
-    k, g, start, length, chunk_piece, grad_states, until, grad_arriving, dv_inner, dv,
-    k_b, k_t, k_h, g_b, g_t, g_h, tokens_all, batch, value_heads, group, gate_group,
-    K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """dv of a chunk, from its within-chunk part and the gradient of the state that leaves it.
-
-    A program per chunk, block of V and value head.
-    """
-    chunk, cell = tl.program_id(0), tl.program_id(2)
-    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
-    value = tl.program_id(1) * BV + tl.arange(0, BV)
-    row = tl.arange(0, BC)
-    token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
-    k += b * k_b + token * k_t + (head // group) * k_h
-    g = to_gate(g, b, token, head // gate_group, g_b, g_t, g_h, GATE)
-    place = ((b * tokens_all + token) * value_heads + head) * V
-    state = (chunk.to(tl.int64) * batch + b) * value_heads + head
-    piece = (tl.load(chunk_piece + chunk).to(tl.int64) * batch + b) * value_heads + head
-    dvs = tl.zeros([BC, BV], dtype=tl.float32)
-    for block in range((K + BK - 1) // BK):
-        key = block * BK + tl.arange(0, BK)
-        ks = load_tile(k, row, key, k_t, tokens, K)
-        if GATE == "vector":
-            ks = ks * tl.exp(until_block(g, row, BC, key, g_t, tokens, K))
-        leaving = load_state(grad_states, grad_arriving, until, state, piece, key, value, K, V, GATE)
-        dvs = tl.dot(ks, leaving, dvs, input_precision=DOT)
-    if GATE == "constant" or GATE == "scalar":
-        until_end = total_log(g, 0, tokens, g_t, GATE, BC) - block_logs(g, 0, tokens, g_t, GATE, BC)
-        dvs = dvs * tl.exp(tl.minimum(until_end.to(tl.float32), 0.0))[:, None]
-    dvs += load_tile(dv_inner + place, row, value, value_heads * V, tokens, V)
-    store_tile(dv + place, dvs, row, value, value_heads * V, tokens, V)

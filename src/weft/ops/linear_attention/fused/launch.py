@@ -47,7 +47,7 @@ _KERNELS: dict[str, Any] = {
     kernel.__name__: kernel
     for kernel in (
         forward.chunk_states, forward.scan_pieces, forward.output_intra, forward.output_inter, backward.query_grads,
-        backward.key_grads, backward.value_grads, backward.key_finish, backward.value_finish,
+        backward.key_grads, backward.key_finish,
     )
 }  # fmt: skip
 
@@ -80,6 +80,8 @@ def make_launch(name: str, given: Mapping[str, Any]) -> Launch:
         "K": keys, "V": values, "BC": tiling.chunk, "BK": tiling.keys, "BV": tiling.values, "GATE": gate,
         "DOT": precision(x.dtype),
     }  # fmt: skip
+    if "reverse" in given:
+        constants["REVERSE"] = given["reverse"]
     chunks, by_keys, by_values = tables[0].shape[0], _blocks(keys, tiling.keys), _blocks(values, tiling.values)
     parts = by_keys if name in ("query_grads", "key_grads", "key_finish") else by_values
     if name in PAIRS:
@@ -88,7 +90,7 @@ def make_launch(name: str, given: Mapping[str, Any]) -> Launch:
         constants |= {"BR": tiling.rows, "LEVELS": min(chunk, tiling.rows).bit_length() - 1, "LOGS": logs}
         chunks *= tiling.chunk // tiling.rows
     elif name == "chunk_states":
-        constants |= {"BR": tiling.rows, "REVERSE": given["reverse"]}
+        constants["BR"] = tiling.rows
         chunks, parts = tables[2].shape[0], by_keys * by_values
     elif name == "key_finish":
         one_gate = gate in ("constant", "scalar")

@@ -22,21 +22,17 @@ _SCHEMAS = {
     "Tensor(c!) sums, Tensor(d!)? sum_logs, float scale, int chunk, bool reverse) -> ()",
     "scan_pieces": "(Tensor sums, Tensor? sum_logs, Tensor? boundary, Tensor[] tables, Tensor(a!) arriving, "
     "Tensor(b!) final, Tensor(c!)? final_log, bool reverse) -> ()",
-    "output_intra": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor(a!) partial, float scale, "
-    "int chunk) -> ()",
-    "output_inter": "(Tensor q, Tensor? g, Tensor[] tables, Tensor states, Tensor? since, Tensor arriving, "
-    "Tensor partial, Tensor(a!) o, float scale, int chunk) -> ()",
+    "output_intra": "(Tensor q, Tensor k, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!) partial, float scale, "
+    "int chunk, bool reverse) -> ()",
+    "output_inter": "(Tensor x, Tensor? g, Tensor[] tables, Tensor states, Tensor? since, Tensor arriving, "
+    "Tensor partial, Tensor(a!) out, float scale, int chunk, bool reverse) -> ()",
     "query_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor states, "
     "Tensor? since, Tensor arriving, Tensor(a!) dq, Tensor(b!)? row_gate, float scale, int chunk) -> ()",
     "key_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dk, "
     "Tensor(b!)? col_gate, float scale, int chunk) -> ()",
-    "value_grads": "(Tensor q, Tensor k, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dv, float scale, "
-    "int chunk) -> ()",
     "key_finish": "(Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor? states, Tensor? since, "
     "Tensor? arriving, Tensor grad_states, Tensor? until, Tensor grad_arriving, Tensor dk_inner, Tensor? row_gate, "
     "Tensor? col_gate, Tensor(a!) dk, Tensor(b!)? dg, int chunk) -> ()",
-    "value_finish": "(Tensor k, Tensor? g, Tensor[] tables, Tensor grad_states, Tensor? until, "
-    "Tensor grad_arriving, Tensor dv_inner, Tensor(a!) dv, int chunk) -> ()",
 }
 
 
@@ -65,9 +61,7 @@ def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log
         "output_inter": state,
         "query_grads": parts_k * pairs * row_v + with_keys + state,
         "key_grads": parts_k * pairs * row_v + with_keys,
-        "value_grads": parts_v * scores + pairs * row_v,
         "key_finish": state + (2 * tiling.chunk * keys if gate == "vector" else 0),
-        "value_finish": state,
     }[kernel]
 
 
@@ -84,7 +78,7 @@ def by_name(kernel: str, args: Sequence[Any]) -> dict[str, Any]:
 def operands(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Of the arguments by name: the tensor that has the dtype and K, and the one that has value heads and V."""
     x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
-    return x, next(given[name] for name in ("y", "v", "o", "do", "dv") if name in given)
+    return x, next(given[name] for name in ("y", "v", "out") if name in given)
 
 
 def _formula(kernel: str) -> Any:

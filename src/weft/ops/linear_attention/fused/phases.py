@@ -7,8 +7,8 @@
 | forward.finish  | scan_pieces, output_inter             | q, g, states, partial o       | o                   |
 | backward        | chunk_states, scan_pieces             | q, do, g                      | dstates, `maps`     |
 | backward.intra  | chunk_states, scan_pieces,            | q, k, v, g, do                | states, dq,         |
-|                 | query_grads, key_grads, value_grads   |                               | partial dk, dv, dg  |
-| backward.finish | scan_pieces, key_finish, value_finish | k, v, g, states, dstates,     | dk, dv, dg          |
+|                 | query_grads, key_grads, output_intra  |                               | partial dk, dv, dg  |
+| backward.finish | scan_pieces, key_finish, output_inter | k, v, g, states, dstates,     | dk, dv, dg          |
 |                 |                                       | partial dk, dv, dg            |                     |
 
 Inputs are read where they lie, packed or strided. States, partial results and gate gradients are fp32.
@@ -115,7 +115,7 @@ class FusedForward:
         x = self._in
         self._partial = x.empty(x.grid.value_dim)
         if x.pieces.chunks:
-            operators().output_intra(x.q, x.k, x.v, x.g, x.tables[:2], self._partial, x.scale, x.grid.chunk)
+            operators().output_intra(x.q, x.k, x.v, x.g, x.tables[:2], self._partial, x.scale, x.grid.chunk, False)
 
     def finish(self, entering: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add what the entering states and earlier chunks give: o [B, T, HV, V] and leaving states [B*N, HV, K, V]."""
@@ -124,7 +124,7 @@ class FusedForward:
         o = x.empty(x.grid.value_dim, x.v.dtype)
         if x.pieces.chunks:
             operators().output_inter(
-                x.q, x.g, x.tables, s.states, s.logs, s.arriving, self._partial, o, x.scale, x.grid.chunk
+                x.q, x.g, x.tables, s.states, s.logs, s.arriving, self._partial, o, x.scale, x.grid.chunk, False
             )
         return o, leaving
 
@@ -160,7 +160,7 @@ class FusedBackward:
                 chunk,
             )  # fmt: skip
             run.key_grads(x.q, x.k, x.v, x.g, self._do, x.tables[:2], self._dk, self._col, x.scale, chunk)
-            run.value_grads(x.q, x.k, x.g, self._do, x.tables[:2], self._dv, x.scale, chunk)
+            run.output_intra(x.q, x.k, self._do, x.g, x.tables[:2], self._dv, x.scale, chunk, True)
 
     def _gate_parts(self) -> Tensor | None:
         """A buffer for what tokens give to the gates: [B, T, HV, K], or [parts, B, T, HV] (see `backward`)."""
@@ -189,7 +189,7 @@ class FusedBackward:
             operators().key_finish(
                 x.k, x.v, x.g, x.tables, *kept, *came, self._dk, self._row, self._col, dk, dg, x.grid.chunk
             )
-            operators().value_finish(x.k, x.g, x.tables, *came, self._dv, dv, x.grid.chunk)
+            operators().output_inter(x.k, x.g, x.tables, *came, self._dv, dv, 1.0, x.grid.chunk, True)
         dq, dk = (_sum_group(d, x.grid.heads).to(like.dtype) for d, like in ((self._dq, x.q), (dk, x.k)))
         return dq, dk, dv, None if dg is None else _gate_grad(dg, x.g), entering
 

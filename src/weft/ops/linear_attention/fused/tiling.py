@@ -38,13 +38,8 @@ class Tiling:
     warps: int
 
 
-KERNELS = (
-    "chunk_states", "scan_pieces", "output_intra", "output_inter", "query_grads", "key_grads", "value_grads",
-    "key_finish", "value_finish",
-)  # fmt: skip
-
-
-PAIRS = ("output_intra", "query_grads", "key_grads", "value_grads")
+KERNELS = ("chunk_states", "scan_pieces", "output_intra", "output_inter", "query_grads", "key_grads", "key_finish")
+PAIRS = ("output_intra", "query_grads", "key_grads")
 
 
 def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torch.dtype) -> Tiling:
