@@ -16,32 +16,14 @@ from torch import Tensor
 
 from weft.ops.linear_attention.gate import Gate, Gradients, ScalarGate
 from weft.ops.linear_attention.gate_vector import VectorGate
-from weft.ops.linear_attention.grid import Grid, Tile
+from weft.ops.linear_attention.grid import Grid
+from weft.ops.scan import Affine
 
 
 def _gate(grid: Grid, q: Tensor, k: Tensor, g: Tensor | None, scale: float) -> Gate:
     if g is not None and g.dim() == 4:
         return VectorGate(grid, q, k, g, scale)
     return ScalarGate(grid, q, k, g, scale)
-
-
-def _log_decay(gate: Gate, g: Tensor | None) -> Tensor | None:
-    """The log decay of whole segments as `maps` has it."""
-    log = gate.log_decay()
-    if g is None or log is None:
-        return None
-    return Grid.join_states(log if g.dim() == 4 else log.squeeze(-1))
-
-
-def _carry(state: Tensor, through: Tensor | None, arrived: Tensor | None, grid: Grid) -> Tensor:
-    """The map of a segment applied: state + exp(log decay) * arrived, all [B*N, HV, K, V]."""
-    if arrived is None:
-        return state.clone()
-    arrived = arrived.detach().to(grid.dtype)
-    if through is None:
-        return state + arrived
-    factor = through.exp() if through.dim() == 3 else through.exp().unsqueeze(-1)
-    return torch.addcmul(state, factor.unsqueeze(-1), arrived)
 
 
 class ChunkForward:
@@ -64,7 +46,7 @@ class ChunkForward:
             v_tile = self._grid.take("v", self._v, tile)
             torch.bmm(self._gate.keys(tile).mT, v_tile, out=self._grid.at(self._states, tile, 1))
             self._grid.scan(self._states, decay, None, leaving, tile)
-        self.maps = _log_decay(self._gate, g), self._grid.join_states(leaving)
+        self.maps = self._gate.log_decay(), self._grid.join_states(leaving)
 
     def intra(self) -> None:
         """The part of o that stays within chunks."""
@@ -77,16 +59,15 @@ class ChunkForward:
     def finish(self, entering: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add what the entering states and earlier chunks give: o [B, T, HV, V] and leaving states [B*N, HV, K, V]."""
         grid, gate = self._grid, self._gate
-        start, decay = grid.split_states(entering), gate.from_start()
+        start, decay = grid.split_states(entering), gate.to_border()
         for tile in grid.tiles:
-            if start is not None:
-                _add_arrived(self._states[tile.m, tile.b], decay, start, grid, tile)
+            grid.add_late(self._states, decay, start, tile)
             q = gate.queries(tile)
             o = grid.buffer("dense_v", q.shape[0], q.shape[1], grid.value_dim)
             torch.baddbmm(o, q, grid.at(self._states, tile), beta=0, alpha=gate.scale, out=o)
             grid.put(self._o, o, tile, add=True)
         grid.give_back(self._states)
-        return grid.restore(self._o, self._dtype), _carry(self.maps[1], self.maps[0], entering, grid)
+        return grid.restore(self._o, self._dtype), Affine.of(self.maps[1], self.maps[0]).apply(entering)
 
 
 class ChunkBackward:
@@ -110,8 +91,8 @@ class ChunkBackward:
             do_tile = grid.take("v", self._do, tile)
             sums = grid.at(self._grad_states, tile)
             torch.baddbmm(sums, gate.queries(tile).mT, do_tile, beta=0, alpha=scale, out=sums)
-            grid.scan_back(self._grad_states, decay, grad_entering, tile)
-        self.maps = _log_decay(gate, g), grid.join_states(grad_entering)
+            grid.scan(self._grad_states, decay, None, grad_entering, tile, reverse=True)
+        self.maps = gate.log_decay(), grid.join_states(grad_entering)
         self._entering = entering
 
     def intra(self) -> None:
@@ -136,11 +117,9 @@ class ChunkBackward:
     def finish(self, grad_leaving: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """Add what the states' gradients give: dq, dk, dv, dg (None without decay), the entering states' gradient."""
         grid, gate, grads = self._grid, self._gate, self._grads
-        arrived, decay = grid.split_states(grad_leaving), gate.to_end()
+        arrived, decay = grid.split_states(grad_leaving), gate.to_border(reverse=True)
         for tile in grid.tiles:
-            if arrived is not None:
-                leaving = self._grad_states[tile.m.start + 1 : tile.m.stop + 1, tile.b]
-                _add_arrived(leaving, decay, arrived, grid, tile)
+            grid.add_late(self._grad_states, decay, arrived, tile, shift=1)
             state, grad = grid.at(self._states, tile), grid.at(self._grad_states, tile, 1)
             gate.inter_backward(tile, self._v, state, grad, grads)
         grid.give_back(self._states)
@@ -148,13 +127,4 @@ class ChunkBackward:
         dq, dk, dv = (
             grid.restore(grad, dtype) for grad, dtype in zip((grads.q, grads.k, grads.v), self._dtypes, strict=True)
         )
-        return dq, dk, dv, gate.gate_grad(), _carry(self.maps[1], self.maps[0], grad_leaving, grid)
-
-
-def _add_arrived(states: Tensor, decay: Tensor | None, arrived: Tensor, grid: Grid, tile: Tile) -> None:
-    """Add the decayed late state of the segment to the states [m, b, HV, K, V] of a tile, in place."""
-    late = grid.per_chunk(arrived, tile)
-    if decay is None:
-        states.add_(late)
-    else:
-        states.addcmul_(late, decay[tile.m, tile.b])
+        return dq, dk, dv, gate.gate_grad(), Affine.of(self.maps[1], self.maps[0]).apply(grad_leaving)

@@ -34,6 +34,8 @@ class Gradients:
 class Gate(ABC):
     """The decay of one call. ``total`` [M, B, HV, K or 1] is the log2 decay of whole chunks in fp64, None without."""
 
+    per_key = False  # whether each key dimension has a decay of its own
+
     def __init__(self, grid: Grid, q: Tensor, k: Tensor, scale: float, total: Tensor | None) -> None:
         self.grid, self.scale = grid, scale
         self.q, self.k = grid.lay(q), grid.lay(k)
@@ -78,32 +80,27 @@ class Gate(ABC):
         """Decay of whole chunks, [M, B, HV, K or 1, 1]."""
         return None if self.total is None else self._factor(self.total)
 
-    def from_start(self) -> Tensor | None:
-        """Decay from the start of the segment to the start of a chunk, [M, B, HV, K or 1, 1]."""
+    def to_border(self, reverse: bool = False) -> Tensor | None:
+        """Decay from the segment's start to the chunk's, or ``reverse`` between their ends, [M, B, HV, K or 1, 1]."""
         if self.total is None:
             return None
         log = torch.zeros_like(self.total)
         for first, last in self.grid.spans:
-            torch.cumsum(self.total[first : max(first, last - 1)], 0, out=log[first + 1 : last])
-        return self._factor(log)
-
-    def to_end(self) -> Tensor | None:
-        """Decay from the end of a chunk to the end of the segment, [M, B, HV, K or 1, 1]."""
-        if self.total is None:
-            return None
-        log = torch.zeros_like(self.total)
-        for first, last in self.grid.spans:
-            log[first : max(first, last - 1)] = self.total[first + 1 : last].flip(0).cumsum(0).flip(0)
+            if reverse:
+                log[first : max(first, last - 1)] = self.total[first + 1 : last].flip(0).cumsum(0).flip(0)
+            else:
+                torch.cumsum(self.total[first : max(first, last - 1)], 0, out=log[first + 1 : last])
         return self._factor(log)
 
     def log_decay(self) -> Tensor | None:
-        """Natural log decay of whole segments, [N, B, HV, K or 1] in the arithmetic's dtype."""
+        """Natural log decay of whole segments in the arithmetic's dtype: [B*N, HV, K], or [B*N, HV] of one per head."""
         if self.total is None:
             return None
         logs = self.total.new_zeros(len(self.grid.spans), *self.total.shape[1:])
         for s, (first, last) in enumerate(self.grid.spans):
             logs[s] = self.total[first:last].sum(0)
-        return (logs / LOG2E).to(self.grid.dtype)
+        joined = self.grid.join_states((logs / LOG2E).to(self.grid.dtype))
+        return joined if self.per_key else joined.squeeze(-1)
 
 
 class ScalarGate(Gate):

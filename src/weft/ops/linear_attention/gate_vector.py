@@ -23,6 +23,8 @@ SMALL = 2
 class VectorGate(Gate):
     """A gate per token, head and key dimension. Keeps g on the grid and its chunk totals; all else exists per tile."""
 
+    per_key = True
+
     def __init__(self, grid: Grid, q: Tensor, k: Tensor, g: Tensor, scale: float) -> None:
         self._dtype, self._g = g.dtype, grid.lay(g)
         self._dg: Tensor | None = None

@@ -211,48 +211,42 @@ class Grid:
         """[N, B, ...] -> [B*N, ...], the layout of the API."""
         return states.transpose(0, 1).flatten(0, 1)
 
-    def per_chunk(self, per_segment: Tensor, tile: Tile) -> Tensor:
-        """Rows of a per-segment tensor [N, B, ...] for the chunks of a tile, [m, b, ...] (broadcast if N = 1)."""
-        if len(self.spans) == 1:
-            return per_segment[:, tile.b].expand(tile.shape[0], *[-1] * (per_segment.dim() - 1))
-        return per_segment[:, tile.b][self.owner[tile.m]]
+    def add_late(self, states: Tensor, decay: Tensor | None, late: Tensor | None, tile: Tile, shift: int = 0) -> None:
+        """Add the decayed late state of its segment, [N, B, HV, K, V], to each state of a tile, in place."""
+        if late is None:
+            return
+        late = late[:, tile.b]
+        late = late.expand(tile.shape[0], -1, -1, -1, -1) if len(self.spans) == 1 else late[self.owner[tile.m]]
+        mine = states[tile.m.start + shift : tile.m.stop + shift, tile.b]
+        _accumulate(mine, late, None if decay is None else decay[tile.m, tile.b])
 
     # The recurrence over chunks. One in-place operation per chunk, over all batch rows and heads of a tile at once, and
     # tile by tile, while the chunk sums are still in cache.
 
     def scan(
-        self, states: Tensor, decay: Tensor | None, start: Tensor | None, leaving: Tensor | None, tile: Tile
-    ) -> None:
+        self, states: Tensor, decay: Tensor | None, start: Tensor | None, end: Tensor | None, tile: Tile,
+        reverse: bool = False,
+    ) -> None:  # fmt: skip
         """Turn the chunk sums of a tile into states, in place. Tiles must come in order.
 
         On entry slot m+1 of states [M+1, B, HV, K, V] holds the sum of chunk m; afterwards slot m holds the state
         entering chunk m. ``decay`` [M, B, HV, K or 1, 1] is that of whole chunks; ``start`` are the states entering the
-        segments (None: zero) and ``leaving``, if wanted, receives those leaving them, both [N, B, HV, K, V].
-        """
-        for m in range(tile.m.start, tile.m.stop):
-            s = self.owner[m]
-            entering, sums = states[m, tile.b], states[m + 1, tile.b]
-            if m == self.spans[s][0]:
-                # The slot held what left the segment before, which nobody needs here any more.
-                entering.zero_() if start is None else entering.copy_(start[s, tile.b])
-            _accumulate(sums, entering, None if decay is None else decay[m, tile.b])
-            if leaving is not None and m == self.spans[s][1] - 1:
-                leaving[s, tile.b] = sums
+        segments (None: zero) and ``end``, if wanted, receives those leaving them, both [N, B, HV, K, V].
 
-    def scan_back(self, states: Tensor, decay: Tensor | None, entering: Tensor, tile: Tile) -> None:
-        """`scan` for gradients, from zero, last chunk first. Tiles must come in reverse order.
-
-        On entry slot m holds the sum of chunk m; afterwards slot m+1 holds the gradient of the state leaving chunk m,
-        and ``entering`` [N, B, HV, K, V] that of the state entering its segment.
+        ``reverse`` is for gradients, last chunk first, and tiles in reverse order. On entry slot m holds the sum of
+        chunk m; afterwards slot m+1 holds the gradient of the state leaving it. Segments start at their last chunk.
         """
-        for m in range(tile.m.stop - 1, tile.m.start - 1, -1):
+        chunks = range(tile.m.start, tile.m.stop)
+        for m in reversed(chunks) if reverse else chunks:
             s = self.owner[m]
-            leaving, sums = states[m + 1, tile.b], states[m, tile.b]
-            if m == self.spans[s][1] - 1:
-                leaving.zero_()
-            _accumulate(sums, leaving, None if decay is None else decay[m, tile.b])
-            if m == self.spans[s][0]:
-                entering[s, tile.b] = sums
+            first, last = self.spans[s][0], self.spans[s][1] - 1
+            before, sums = states[m + reverse, tile.b], states[m + (not reverse), tile.b]
+            if m == (last if reverse else first):
+                # The slot held what came out of the segment before, which nobody needs here any more.
+                before.zero_() if start is None else before.copy_(start[s, tile.b])
+            _accumulate(sums, before, None if decay is None else decay[m, tile.b])
+            if end is not None and m == (first if reverse else last):
+                end[s, tile.b] = sums
 
 
 def level_sizes(chunk: int) -> list[int]:
