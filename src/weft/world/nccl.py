@@ -202,10 +202,9 @@ class NcclQueues:
                 f"{a.record.place}",
             )
         if sent.tensor.numel() != asked.tensor.numel() or sent.tensor.dtype != asked.tensor.dtype:
-            self._object(
-                {},
+            raise NcclRuleError(
                 f"NCCL rule 2: {a.record.place}: rank {a.rank} sent {sent.tensor.numel()} x {sent.tensor.dtype}, rank "
-                f"{b.rank} expects {asked.tensor.numel()} x {asked.tensor.dtype}",
+                f"{b.rank} expects {asked.tensor.numel()} x {asked.tensor.dtype}"
             )
 
     def _object(self, records: dict[int, CallRecord], words: str) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from weft.comm import Axis, Call
 from weft.comm.schedule import Path, ScheduleExecutor
 from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
-from weft.ops.linear_attention.state_scan import Kernel
 from weft.ops.scan import Affine, Form, schedule
 from weft.ops.scan.gather import fold
 
@@ -86,7 +85,7 @@ def _receive(call: Call, q: Tensor, v: Tensor) -> Tensor | None:
     return state
 
 
-def _travel(call: Call, kernel: Kernel, name: str, blocks: int, arrived: Tensor | None) -> Tensor | None:
+def _travel(call: Call, kernel: Any, name: str, blocks: int, arrived: Tensor | None) -> Tensor | None:
     """Send this rank's map its way and do the intra-chunk work; returns the state that enters."""
     log, state = kernel.maps
     own, form = Affine.of(state, log), Form.of(state, log)

@@ -140,12 +140,10 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) ->
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
     if q.device.type != "cuda":
         q, k, v = _prepare(q, k, v)
-        if block.kind != "band":
-            return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.kind == "causal", scale=scale)
-        mask, fully_masked = _mask(q, k, block, q.dtype)
+        mask, fully_masked = _mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=mask, scale=scale
-        )  # fmt: skip
+            q, k, v, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
+        )
         return out, lse if fully_masked is None else lse.masked_fill(fully_masked, -torch.inf)
     if q.dtype in HALVES and block.kind != "band":
         return _flash_cuda(q, k, v, block.kind == "causal", scale)

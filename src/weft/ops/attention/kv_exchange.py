@@ -20,7 +20,6 @@ from weft.ops.attention.plan import AttentionPlan, KeySpan, Ranges, count, locat
 class KVBlock:
     """Keys that this rank's queries can be computed against now. Gradients are added to the last two."""
 
-    heads: slice  # of the key/value heads
     query_heads: slice  # that are computed against them
     spans: tuple[KeySpan, ...]
     keys: Tensor  # [B, w, N, D]
@@ -74,7 +73,7 @@ class KVExchange:
         spans = tuple(self.plan.place(self.rank, ((0, self.k.shape[1]),)))
         mine = [None if x is None else x[:, :, heads].transpose(1, 2) for x in (self.k, self.v, self.dk, self.dv)]
         assert mine[0] is not None and mine[1] is not None
-        return [KVBlock(heads, query_heads, spans, mine[0], mine[1], mine[2], mine[3])]
+        return [KVBlock(query_heads, spans, mine[0], mine[1], mine[2], mine[3])]
 
     @property
     def head_start(self) -> slice:
@@ -126,7 +125,7 @@ class KVExchange:
         parts = [None, None] if grads is None else [grads[:, index].permute(1, 2, 0, 3) for index in (0, 1)]
         query_heads = slice(heads.start * self.shared, heads.stop * self.shared)
         keys, values = (kv[:, index].permute(1, 2, 0, 3) for index in (0, 1))
-        return KVBlock(heads, query_heads, tuple(spans), keys, values, *parts)
+        return KVBlock(query_heads, tuple(spans), keys, values, *parts)
 
 
 def take(memory: Tensor, wanted: Ranges, present: Ranges, at: int = 0) -> Tensor:

@@ -83,8 +83,8 @@ class AttentionPlan:
                 for low, high in self._visible[reader]:
                     low, high = max(low, run.offset), min(high, run.offset + run.length)
                     if low < high:
-                        found.append((run.start + low - run.offset, run.start + high - run.offset))
-            self._ranges[key] = tuple((low, high - low) for low, high in _join(found))
+                        found.append((run.start + low - run.offset, high - low))
+            self._ranges[key] = unite([tuple(found)])
         return self._ranges[key]
 
     def place(self, owner: int, ranges: Ranges, at: int = 0) -> list[KeySpan]:

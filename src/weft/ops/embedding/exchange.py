@@ -207,12 +207,9 @@ class RowExchange:
     def _begin(self, direction: str, given: Shards, rows: list[int]) -> tuple[Call, list[list[Tensor]]]:
         """The call of one direction, and for each set of ids its tables, which must have so many ``rows``."""
         operation, rank = f"{self._operation}.{direction}", self.axis.rank
-        tables = read(operation, rank, lambda: [_as_list(one) for one in given])
+        tables = read(operation, rank, lambda: _read_tables(operation, given, rows, rank))
         if isinstance(tables, Exception):
             self.axis.refuse(operation, tables)
-        fault = read(operation, rank, lambda: _find_tables_fault(operation, tables, rows, rank))
-        if fault is not None:
-            self.axis.refuse(operation, fault)
         kinds = tuple(tuple((x.shape[1], x.dtype) for x in xs) for xs in tables)
         return self.axis.begin(operation, _TableOptions(kinds), of=self.call.number), tables
 
@@ -252,10 +249,9 @@ def _read(ids: Any, num_embeddings: Any, ownership: Any, rank: int) -> tuple[lis
     return sets, options
 
 
-def _find_tables_fault(
-    operation: str, tables: Sequence[Sequence[Any]], rows: Sequence[int], rank: int
-) -> Exception | None:
-    """What is wrong with tables that must have so many rows."""
+def _read_tables(operation: str, given: Shards, rows: Sequence[int], rank: int) -> list[list[Tensor]] | Exception:
+    """The tables of each set of ids, which must have so many rows; or what is wrong with them."""
+    tables = [_as_list(one) for one in given]
     for table in (table for of_set in tables for table in of_set):
         if fault := find_tensor_fault(operation, "a table", table, rank, None, "a dense tensor"):
             return fault
@@ -263,7 +259,7 @@ def _find_tables_fault(
     if len(tables) == len(rows) and all(
         len(shape) == 2 and shape[0] == count for count, of_set in zip(rows, shapes, strict=True) for shape in of_set
     ):
-        return None
+        return tables
     return ValueError(
         f"{operation}: tables of shapes {shapes} for sets of ids with {list(rows)} rows here (rank {rank}); pass "
         f"[rows, width] for each set, or a list of such"

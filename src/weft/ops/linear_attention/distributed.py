@@ -108,13 +108,9 @@ class LinearAttention(RankFunction):
                 plan = plan_sequence(sequence)
                 kernels = work_on(plan)
             scan = StateScan(call, plan, form, method)
-        maps = segment_maps(plan, kernels, batch)
-        start = None if initial is None else initial.detach().to(form.dtype)
-
-        def boundary(one: SegmentMap) -> Tensor | None:
-            return start[one.document_rows] if start is not None and one.segment.is_first else None
-
-        travelling = scan.start(maps, boundary)
+        found = [kernel.maps for kernel in kernels]
+        maps = segment_maps(plan, found, batch)
+        travelling = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
         for kernel in kernels:
             kernel.intra()
         entering = travelling.wait()
@@ -125,8 +121,8 @@ class LinearAttention(RankFunction):
                 for one, state in zip(maps, entering, strict=True)
                 if one.segment.is_last
             }
-            arriving = share_final_states(call, plan, ended, batch, like=kernels[0].maps[1])
-        states = states_by_run(plan, entering, kernels)
+            arriving = share_final_states(call, plan, ended, batch, like=found[0][1])
+        states = states_by_run(plan, entering, found)
         outs = [kernel.finish(state)[0] for kernel, state in zip(kernels, states, strict=True)]
         ctx.save_for_backward(q, k, v, g, initial, *states)
         ctx.axis = axis
@@ -155,16 +151,12 @@ class LinearAttention(RankFunction):
             for run, state in zip(plan.runs, states, strict=True)
             for t in [run.tokens]
         ]  # fmt: skip
-        maps = segment_maps(plan, kernels, batch)
-        total = None if seeds is None else seeds.wait()
-
-        def boundary(one: SegmentMap) -> Tensor | None:
-            return total[one.document_rows] if total is not None and one.segment.is_last else None
-
-        travelling = scan.start(maps, boundary)
+        found = [kernel.maps for kernel in kernels]
+        maps = segment_maps(plan, found, batch)
+        travelling = scan.start(maps, None if seeds is None else seeds.wait())
         for kernel in kernels:
             kernel.intra()
-        leaving = states_by_run(plan, travelling.wait(), kernels)
+        leaving = states_by_run(plan, travelling.wait(), found)
         grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
         dq, dk, dv = _join([x[0] for x in grads]), _join([x[1] for x in grads]), _join([x[2] for x in grads])
         gates = [grad[3] for grad in grads if grad[3] is not None]

@@ -5,11 +5,10 @@ All documents that span runs advance together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +18,7 @@ from weft.comm.schedule import ScheduleExecutor
 from weft.ops.scan import Affine, Form, schedule
 from weft.ops.sequence.layout import Sequence, lay_out, ranks_of_runs, run_lengths
 
-
-class Kernel(Protocol):
-    """What the scan needs of a forward or backward: the map of each segment, and work to do while it travels."""
-
-    maps: tuple[Tensor | None, Tensor]
-
-    def intra(self) -> None:
-        """All that needs nothing from other ranks."""
-        ...
+RunMaps = Items[tuple[Tensor | None, Tensor]]  # the ``maps`` of the kernel of each run
 
 
 @dataclass(frozen=True)
@@ -128,11 +119,10 @@ class SegmentMap:
     document_rows: slice  # of all documents' states
 
 
-def segment_maps(plan: SequencePlan, kernels: Items[Kernel], batch: int) -> list[SegmentMap]:
+def segment_maps(plan: SequencePlan, found: RunMaps, batch: int) -> list[SegmentMap]:
     """The maps of all segments of this rank, run by run."""
     maps = []
-    for index, (run, kernel) in enumerate(zip(plan.runs, kernels, strict=True)):
-        log, state = kernel.maps
+    for index, (run, (log, state)) in enumerate(zip(plan.runs, found, strict=True)):
         for number, segment in enumerate(run.segments):
             rows = _rows(number, batch)
             own = Affine.of(state[rows], None if log is None else log[rows])
@@ -147,8 +137,7 @@ class StateScan:
     """
 
     def __init__(self, call: Call, plan: SequencePlan, form: Form, method: str, reverse: bool = False) -> None:
-        self._call = call
-        self._device = form.device
+        self._call, self._device, self._reverse = call, form.device, reverse
         paths = [
             (index, segment.path.reversed() if reverse else segment.path)
             for index, segment in enumerate(segment for run in plan.runs for segment in run.segments)
@@ -157,14 +146,17 @@ class StateScan:
         self._travelling = [index for index, _ in paths]
         self._executor = ScheduleExecutor(call, [(path, schedule(method, path, form)) for _, path in paths])
 
-    def start(
-        self, maps: Items[SegmentMap], boundary: Callable[[SegmentMap], Tensor | None]
-    ) -> Pending[list[Tensor | None]]:
+    def start(self, maps: Items[SegmentMap], boundary: Tensor | None) -> Pending[list[Tensor | None]]:
         """Scan beside the caller's work. ``wait()``: the state that enters each segment, None for zero.
 
-        ``boundary`` is what enters a segment at the beginning (or end) of its document.
+        ``boundary`` ``[B*N, HV, K, V]`` is what enters the documents at their beginning (or end), None for zero.
         """
-        known = [boundary(one) for one in maps]
+        known = [
+            boundary[one.document_rows]
+            if boundary is not None and (one.segment.is_last if self._reverse else one.segment.is_first)
+            else None
+            for one in maps
+        ]
         # At the boundary the map whose B already has what enters there.
         own = [(maps[index].own, known[index]) for index in self._travelling]
         sent = [one if start is None else Affine(one.kind, one.apply(start), one.decay) for one, start in own]
@@ -181,16 +173,16 @@ class StateScan:
         return Pending(finish)
 
 
-def states_by_run(plan: SequencePlan, states: Items[Tensor | None], kernels: Items[Kernel]) -> list[Tensor | None]:
+def states_by_run(plan: SequencePlan, states: Items[Tensor | None], found: RunMaps) -> list[Tensor | None]:
     """The segments' states put together for each run; None where all of them are zero."""
     joined: list[Tensor | None] = []
     rest = list(states)
-    for run, kernel in zip(plan.runs, kernels, strict=True):
+    for run, (_, state) in zip(plan.runs, found, strict=True):
         mine, rest = rest[: len(run.segments)], rest[len(run.segments) :]
-        if all(state is None for state in mine):
+        if all(one is None for one in mine):
             joined.append(None)
             continue
-        zero = kernel.maps[1].new_zeros(kernel.maps[1].shape[0] // len(mine), *kernel.maps[1].shape[1:])
+        zero = state.new_zeros(state.shape[0] // len(mine), *state.shape[1:])
         joined.append(mine[0] if len(mine) == 1 else torch.cat([zero if s is None else s for s in mine]))
     return joined
 

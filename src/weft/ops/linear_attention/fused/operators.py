@@ -56,7 +56,6 @@ def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log
     with_keys = inner + (pairs - 1) * row_k
     return {
         "chunk_states": state,
-        "scan_pieces": 0,
         "output_intra": parts_v * scores + pairs * row_v,
         "output_inter": state,
         "query_grads": parts_k * pairs * row_v + with_keys + state,
@@ -81,26 +80,21 @@ def operands(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return x, next(given[name] for name in ("y", "v", "out") if name in given)
 
 
-def _formula(kernel: str) -> Any:
-    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        given = by_name(kernel, args) | kwargs
-        if kernel == "scan_pieces":
-            return 0
-        (x, y), g = operands(given), given["g"]
-        batch, tokens, heads, values = y.shape
-        tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype)
-        logs = 2 if g is not None and g.dtype == torch.float32 else 1
-        return round(batch * tokens * heads * products(kernel, gate_kind(g), tiling, x.shape[-1], values, logs))
-
-    return count
+def _count(kernel: str, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """FLOPs of an operator."""
+    if kernel == "scan_pieces":
+        return 0
+    given = by_name(kernel, args) | kwargs
+    (x, y), g = operands(given), given["g"]
+    batch, tokens, heads, values = y.shape
+    tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype)
+    logs = 2 if g is not None and g.dtype == torch.float32 else 1
+    return round(batch * tokens * heads * products(kernel, gate_kind(g), tiling, x.shape[-1], values, logs))
 
 
-def _launch(kernel: str) -> Any:
-    def launch(*args: Any) -> None:
-        module = importlib.import_module("weft.ops.linear_attention.fused.launch")
-        module.make_launch(kernel, by_name(kernel, args)).run()
-
-    return launch
+def _launch(kernel: str, *args: Any) -> None:
+    module = importlib.import_module("weft.ops.linear_attention.fused.launch")
+    module.make_launch(kernel, by_name(kernel, args)).run()
 
 
 @functools.cache
@@ -112,9 +106,9 @@ def operators() -> Any:
     for kernel, schema in _SCHEMAS.items():
         library.define(kernel + schema)
         for key in ("CPU", "CUDA"):
-            library.impl(kernel, _launch(kernel), key)
+            library.impl(kernel, functools.partial(_launch, kernel), key)
         library.impl(kernel, lambda *args: None, "Meta")
-        register_flop_formula(getattr(torch.ops.weft, kernel), get_raw=True)(_formula(kernel))
+        register_flop_formula(getattr(torch.ops.weft, kernel), get_raw=True)(functools.partial(_count, kernel))
     _kept.append(library)  # an operator lives as long as the library that defined it
     return torch.ops.weft
 

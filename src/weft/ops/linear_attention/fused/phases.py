@@ -137,7 +137,7 @@ class FusedBackward:
         entering: Tensor | None, do: Tensor,
     ) -> None:  # fmt: skip
         self._in = x = _Tokens(q, k, v, g, scale, lengths, chunk_size)
-        self._do, self._dg_like = _readable(do), g
+        self._do = _readable(do)
         self._grads = _States.of(x.grid, x.pieces, x.q, self._do, x.g, scale, True)
         self.maps = self._grads.scan(None)
         self._entering = entering
