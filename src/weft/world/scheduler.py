@@ -54,7 +54,7 @@ class Scheduler:
     def spawn(self, rank: int, clock: float, body: Callable[[], None]) -> Task:
         """A new task that is ready to run; it starts when its turn comes."""
         task = Task(rank, clock, body)
-        self._push(clock, task)
+        self.at(clock, task)
         return task
 
     def run(self) -> None:
@@ -70,15 +70,11 @@ class Scheduler:
         if self.failure is not None:
             raise self.failure
 
-    def at(self, clock: float, action: Callable[[], None]) -> None:
-        """Run ``action`` when no task is behind ``clock``: what happens in the network between the ranks' turns."""
-        self._push(clock, action)
-
     def give_way(self) -> None:
         """Let everything that is behind in time go first."""
         task = self.current
         if self._ready and self._ready[0][0] < task.clock:
-            self._push(task.clock, task)
+            self.at(task.clock, task)
             self._pass_baton(task)
 
     def block(self, waits_for: Callable[[], str]) -> None:
@@ -92,7 +88,7 @@ class Scheduler:
         """Make a blocked task ready again; it runs when its turn comes."""
         del self._blocked[id(task)]
         task.waits_for = None
-        self._push(task.clock, task)
+        self.at(task.clock, task)
 
     def join(self, task: Task) -> None:
         """Wait for the end of a lane; the waiter's clock is then at least the lane's."""
@@ -101,7 +97,8 @@ class Scheduler:
             self.block(lambda: "for its lane to end")
         self.current.clock = max(self.current.clock, task.clock)
 
-    def _push(self, clock: float, what: Task | Callable[[], None]) -> None:
+    def at(self, clock: float, what: Task | Callable[[], None]) -> None:
+        """Run a task, or what happens in the network between the ranks' turns, when no task is behind ``clock``."""
         self._serial += 1
         heapq.heappush(self._ready, (clock, self._serial, what))
 

@@ -83,12 +83,6 @@ def _power(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def chunks_per_piece(chunks: int, cells: int) -> int:
-    """How many chunks one program walks through, where ``cells`` programs (heads, blocks) work on a piece."""
-    pieces = -(-PROGRAMS // max(1, cells))
-    return max(PIECE, -(-chunks // pieces))
-
-
 def precision(dtype: torch.dtype) -> str:
     """How products are taken: tf32 holds half precision exactly; fp32 takes three products of heads and remainders."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
@@ -143,8 +137,8 @@ def cut(grid: Grid, gate: str, dtype: torch.dtype) -> Pieces:
     """The tables of a grid; those of the last few geometries are kept, since layers share them."""
     blocks = tile("chunk_states", grid.chunk, grid.key_dim, grid.value_dim, gate, dtype)
     parts = -(-grid.key_dim // blocks.keys) * -(-grid.value_dim // blocks.values)
-    per_piece = chunks_per_piece(grid.chunks, grid.batch * grid.value_heads * parts)
-    return _tables(tuple(grid.lengths), grid.chunk, per_piece, grid.device)
+    pieces = -(-PROGRAMS // max(1, grid.batch * grid.value_heads * parts))  # so many programs work on each of them
+    return _tables(tuple(grid.lengths), grid.chunk, max(PIECE, -(-grid.chunks // pieces)), grid.device)
 
 
 @keep_tensors(maxsize=64)
