@@ -92,6 +92,7 @@ class _WorldState:
             self.nccl = NcclQueues(self.scheduler, links, world.size, host_blocks, connected)
         self.ledgers = [Ledger() for _ in range(world.size)]
         self.operators: list[Event] = []
+        self.known: dict[Any, Any] = {}
         self.calls: list[dict[str, CallRecord]] = [{} for _ in range(world.size)]
         self.refusals: list[CallRecord | None] = [None] * world.size
         self.comparing: dict[tuple[str, int], _Comparison] = defaultdict(_Comparison)
@@ -122,7 +123,7 @@ class _WorldState:
         enter_world(axis)
         ledger.attach(self.ledgers[axis.wire.rank])
         reads = nullcontext() if self.nccl is None else HostReads(self.nccl, axis.wire.rank)
-        costs = nullcontext() if self.machine is None else counting(self.machine, self.spend)
+        costs = nullcontext() if self.machine is None else counting(self.machine, self.spend, self.known)
         with reads, costs:
             yield
 
