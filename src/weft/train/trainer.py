@@ -16,7 +16,7 @@ from weft.comm import Ledger, record
 from weft.comm.metadata import gather_text
 from weft.parallel.mesh import ParallelMesh
 from weft.parallel.wrappers import wrap_with_ddp_beside_tables, wrap_with_fsdp2
-from weft.train.batches import IGNORED, Batch, Batches, validation_batches
+from weft.train.batches import IGNORED, Batch, Batches, Shard, validation_batches
 from weft.train.checkpoints import Resumption, Saver, StateToLoad
 from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
@@ -66,10 +66,10 @@ class Trainer:
         self.step = self._make_step()
         self._saver = Saver(config.out, config.keep)
         self._where: dict[str, Any] = {
-            "data_rank": mesh.data.rank, "data_size": mesh.data.size, "context_rank": mesh.context.rank,
-            "context_size": mesh.context.size, "layout": config.layout, "length": config.length,
+            "shard": Shard(mesh.data.rank, mesh.data.size, mesh.context.rank, mesh.context.size, config.layout),
+            "length": config.length,
             "hash_rows": lambda tokens, bounds: self.model.bigrams.rows_of(tokens, cu_seqlens=bounds),
-        }  # fmt: skip
+        }
         position = 0 if before is None or before.facts is None else self._resume(before)
         self._batches = Batches(self.corpus, batch=config.batch, seed=config.seed, position=position, **self._where)
         self._held_out = held_out
