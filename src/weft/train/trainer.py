@@ -14,8 +14,7 @@ from torch import Tensor
 import weft
 from weft.comm import Ledger, record
 from weft.comm.metadata import gather_text
-from weft.parallel.mesh import ParallelMesh
-from weft.parallel.wrappers import wrap_with_ddp_beside_tables, wrap_with_fsdp2
+from weft.parallel.mesh import ParallelMesh, wrap_with_ddp, wrap_with_fsdp2
 from weft.train.batches import IGNORED, Batch, Batches, Shard, validation_batches
 from weft.train.checkpoints import Resumption, Saver, StateToLoad
 from weft.train.config import TrainConfig
@@ -93,9 +92,8 @@ class Trainer:
         return make_step(self.config, self.model, self.mesh)
 
     def _wrap(self) -> Any:
-        tables = ["bigrams.weight"]
         if self.config.wrap == "ddp" and self.mesh.world.size > 1:
-            return wrap_with_ddp_beside_tables(self.mesh.tokens, self.model, tables)
+            return wrap_with_ddp(self.mesh.tokens, self.model, tables=["bigrams.weight"])
         if self.config.wrap == "fsdp2" and self.mesh.world.size > 1:
             wrap_with_fsdp2(self.mesh, self.model, list(self.model.blocks), [self.model.bigrams.weight])
         return self.model
