@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from weft.errors import CommError
-from weft.parallel.checkpoint import find_format_fault
+from weft.parallel.checkpoint import check_format
 from weft.parallel.mesh import make_mesh
 from weft.parallel.rendezvous import LocalRank, joined_world
 from weft.report.page import write_report
@@ -92,8 +92,7 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
     if int(os.environ.get("RANK", "0")) == 0 and LocalRank.of_environment() is None:
         logging.getLogger("weft.train").setLevel(logging.INFO)  # "reading data", which who started local ranks has said
     config.check()
-    if fault := find_format_fault():
-        raise fault
+    check_format()
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     shape = fit_mesh(config.dp, config.cp, config.tp, ranks)
     if config.batch % shape[0]:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -157,7 +158,11 @@ class MetricsFile:
         kept = [text for text, line in lines if line is None or line["step"] <= after]
         write_whole(self._path, b"".join(text + b"\n" for text in kept))
         self._file = self._path.open("a", buffering=1)
-        self._board = _open_board(folder, after)
+        self._board: Any = None
+        with suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a step. An OSError names the file."""
@@ -173,20 +178,10 @@ class MetricsFile:
 
     def close(self) -> None:
         """Write out what is still in memory, as far as there is space."""
-        try:
+        with suppress(OSError):  # a full disk, as `write` has said
             self._file.close()
-        except OSError:
-            pass  # a full disk, as `write` has said
         if self._board is not None:
             self._board.close()
-
-
-def _open_board(folder: Path, after: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
 
 
 def show_config(config: TrainConfig, facts: dict[str, Any]) -> None:
