@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ class Shard:
     layout: str = "contiguous"
 
 
-class Batches:
+class Batches(Iterator[Batch], AbstractContextManager["Batches"]):
     """The batches of one rank from ``position`` on, without end; the next ``read_ahead`` are made by a thread.
 
     hash_rows: `BigramHashEmbedding.rows_of`, called with the whole row and its cu_seqlens. seed: None takes sequences
@@ -91,9 +92,6 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, "weft-read-ahead")
         self._ahead = deque(self._thread.submit(next, self._source) for _ in range(read_ahead))
 
-    def __iter__(self) -> Batches:
-        return self
-
     def __next__(self) -> Batch:
         batch = self.peek()
         self._ahead.popleft()
@@ -114,9 +112,6 @@ class Batches:
         """End the thread; what was made ahead is dropped. May be called twice."""
         self._ahead.clear()
         self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Batches:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

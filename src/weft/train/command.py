@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -205,14 +205,10 @@ def _write_steps(config: TrainConfig, trainer: Trainer) -> None:
     if trainer.done == config.steps:
         _say(f"step {trainer.done} of {config.steps} is done already; --steps N goes on")
         return
-    metrics, line = MetricsFile(config.out, trainer.done), ProgressLine(config, trainer.done)
-    try:
+    with closing(MetricsFile(config.out, trainer.done)) as metrics, closing(ProgressLine(config, trainer.done)) as line:
         for result in trainer:
             metrics.write(result.line())
             line.show(result)
-    finally:
-        line.close()
-        metrics.close()
 
 
 class StopRequest:

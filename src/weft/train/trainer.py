@@ -107,8 +107,8 @@ class Trainer:
             while self.done < config.steps:
                 result = self.take_step()
                 last = self.done == config.steps
-                if result.traffic.signal and not last:
-                    self.ended_by = result.traffic.signal
+                if result.signal and not last:
+                    self.ended_by = result.signal
                 elif config.validate_every and (last or self.done % config.validate_every == 0):
                     result = replace(result, valid_loss=self.validation_loss())
                 ends = last or bool(self.ended_by)
@@ -150,10 +150,10 @@ class Trainer:
         self.done += 1
         if self.done == config.timeline_step:
             self._write_timeline(ledger, began, ended)
-        losses, traffic = gather_step(self.mesh.world, ledger, ended - began, loss, self._signal())
+        losses, figures = gather_step(self.mesh.world, ledger, ended - began, self._signal(), loss)
         assert self.step.norm is not None
         mean = float(self._sum_over_tokens(losses)) / self._tokens_of_step
-        return StepResult(self.done, mean, self.step.norm, self._tokens_of_step, traffic)
+        return StepResult(self.done, mean, self.step.norm, self._tokens_of_step, **figures)
 
     @property
     def _tokens_of_step(self) -> int:
