@@ -88,10 +88,10 @@ def train(model: Any, args: Any, collator: Any, loader: Any) -> Trained:
 
 def train_alone(name: str, folder: str | Path, batch_size: int) -> Trained:
     """One process, SDPA, transformers' own ways; only the order of samples is given."""
-    from weft.integrations.transformers.batch import DataRankSampler
+    from torch.utils.data import DistributedSampler
 
     def loader(dataset: Any, size: int, collator: Any, shuffle: bool) -> Any:
-        sampler = DataRankSampler(len(dataset), 0, 1, shuffle=shuffle, seed=5, drop_last=False)
+        sampler = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=5, drop_last=False)
         return torch.utils.data.DataLoader(dataset, size, sampler=sampler, collate_fn=collator)
 
     model = make_model(name)

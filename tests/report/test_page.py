@@ -28,6 +28,11 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "demo", steps=60)
 
 
+def test_two_runs_on_as_many_ranks_have_two_names(run: Path, tmp_path: Path) -> None:
+    loss = figure(page_of(run, write_run(tmp_path / "other", steps=60)), "loss")
+    assert "over steps: 4 ranks, 4 ranks, beside" in loss
+
+
 def test_every_figure_is_there_with_a_title_and_a_label(run: Path) -> None:
     page = page_of(run)
     assert re.findall(r'<figure id="(\w+)"', page) == list(FIGURES)

@@ -12,9 +12,9 @@ import pytest
 
 from weft.train import corpus
 from weft.train.config import TrainConfig
-from weft.train.metrics import FAMILIES, ProgressLine, StepResult, StepTraffic, traffic_table
+from weft.train.metrics import FAMILIES, ProgressLine, StepResult, traffic_table
 
-TRAFFIC = StepTraffic(dict.fromkeys(FAMILIES, 1), dict.fromkeys(FAMILIES, 0.01), 2.0)
+FIGURES = (dict.fromkeys(FAMILIES, 1), dict.fromkeys(FAMILIES, 0.01), 2.0)
 
 
 def show_steps(config: TrainConfig, done: int, seconds: float) -> None:
@@ -23,7 +23,7 @@ def show_steps(config: TrainConfig, done: int, seconds: float) -> None:
     line = ProgressLine(config, done, lambda: now[0])
     for step in range(done + 1, config.steps + 1):
         now[0] += seconds
-        result = StepResult(step, 3.0, 1.0, 100, TRAFFIC)
+        result = StepResult(step, 3.0, 1.0, 100, *FIGURES)
         line.show(result if step % 50 else replace(result, valid_loss=2.5))
     line.close()
 

@@ -54,7 +54,7 @@ FLAGS: dict[str, Applied | Refused] = {
     "cp": Applied(1, lambda trainer: trainer.mesh.context.size == 1),
     "tp": Applied(1, lambda trainer: trainer.mesh.tensor.size == 1),
     "wrap": Applied("ddp", lambda trainer: set(trainer.step.parts) == {"REKLS", "RowAdam"}),
-    "layout": Applied("contiguous", lambda trainer: trainer._where["layout"] == "contiguous"),
+    "layout": Applied("contiguous", lambda trainer: trainer._where["shard"].layout == "contiguous"),
     "timeout": Applied(50.0, lambda trainer: trainer.config.timeout == 50.0),  # of the group: command.py
     "grace": Applied(5.0, lambda trainer: trainer.config.grace == 5.0),  # of the process: test_stopping.py
     "data": Applied(OTHER_TEXT, lambda trainer: str(OTHER_TEXT) in trainer.corpus.name),

@@ -114,7 +114,7 @@ def test_all_ranks_hear_of_it_at_the_same_step() -> None:
             lambda: signal.SIGTERM if axis.rank == 2 and trainer.done >= 2 else 0,
         )  # fmt: skip
         try:
-            return [trainer.take_step().traffic.signal for _ in range(3)]
+            return [trainer.take_step().signal for _ in range(3)]
         finally:
             trainer.close()
 

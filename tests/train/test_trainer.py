@@ -14,7 +14,7 @@ from worlds import virtual_world
 import weft
 from weft.parallel.mesh import make_mesh
 from weft.train.batches import IGNORED, validation_batches
-from weft.train.metrics import FAMILIES, StepTraffic, family_of, gather_step, spans_of
+from weft.train.metrics import FAMILIES, StepResult, family_of, gather_step, spans_of
 from weft.train.model import Place, rate_at
 from weft.train.trainer import Trainer
 
@@ -55,7 +55,7 @@ def test_what_a_step_sends_is_counted_by_family() -> None:
         mine = dict.fromkeys(FAMILIES, 0)
         for event in ledger.events:
             mine[family_of(event.operation)] += event.bytes_sent * (not event.operation.startswith("train.metrics"))
-        return result.traffic.bytes, mine, result.traffic.exposed_share
+        return result.bytes, mine, result.exposed_share
 
     found = virtual_world(4).run(program).results
     for counted, _, share in found:
@@ -67,18 +67,19 @@ def test_figures_of_a_step_reach_all_of_many_ranks_in_few_messages() -> None:
     """Loss, traffic and signals of 40 ranks: one gather of log2(P) messages of each, not one for each other rank."""
     size = 40
 
-    def program(axis: weft.Axis) -> tuple[list[float], StepTraffic, int]:
+    def program(axis: weft.Axis) -> tuple[list[float], StepResult, int]:
         with weft.record() as nothing:
             pass
         nothing.stood.append(("attention", 0.0, float(axis.rank)))
         with weft.record() as ledger:
-            losses, traffic = gather_step(axis, nothing, 100.0 + axis.rank, axis.rank / 3, signal=axis.rank % 3)
-        return losses.tolist(), traffic, sum(len(event.sends) for event in ledger.events)
+            losses, figures = gather_step(axis, nothing, 100.0 + axis.rank, axis.rank % 3, axis.rank / 3)
+        result = StepResult(1, 0.0, 0.0, 1, **figures)
+        return losses.tolist(), result, sum(len(event.sends) for event in ledger.events)
 
-    for losses, traffic, messages in virtual_world(size).run(program).results:
+    for losses, result, messages in virtual_world(size).run(program).results:
         assert losses == [rank / 3 for rank in range(size)]  # to the bit
-        assert traffic.exposed["softmax attention"] == (size - 1) / 2
-        assert (traffic.seconds, traffic.signal, traffic.exposed_share) == (100.0 + size - 1, 2, 19.5 / 139)
+        assert result.exposed["softmax attention"] == (size - 1) / 2
+        assert (result.seconds, result.signal, result.exposed_share) == (100.0 + size - 1, 2, 19.5 / 139)
         assert messages == 6  # log2(40), rounded up
 
 

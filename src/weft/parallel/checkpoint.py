@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -123,7 +122,7 @@ def read_manifest(folder: Path, digests: bool = False) -> dict[str, Any]:
     manifest, files = _read_listed(folder)
     for name, (size, digest) in files.items():
         path = folder / name
-        found = path.stat().st_size if _is_plain_file(path) else None
+        found = path.stat().st_size if path.is_file() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes"
             raise ValueError(f"the checkpoint {folder} is damaged: {name} {what}, {size} were written")
@@ -140,7 +139,7 @@ def _read_listed(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str
     if not path.exists():
         raise ValueError(f"{folder} is no checkpoint: it has no {MANIFEST}")
     try:
-        if not _is_plain_file(path):
+        if not path.is_file():
             raise ValueError("not a file")
         manifest = json.loads(path.read_text())
         digest = manifest.pop(_DIGEST, None)
@@ -177,20 +176,15 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(one, "size", ())) for name, one in known.items()}
 
 
-def find_format_fault() -> Exception | None:
-    """What is missing to write and read checkpoints, if anything."""
+def check_format() -> None:
+    """Raise if what writes and reads checkpoints is missing."""
     if importlib.util.find_spec("safetensors") is None:
-        return ValueError("checkpoints are safetensors files, which need a package: pip install 'weft-torch[train]'")
-    return None
+        raise ValueError("checkpoints are safetensors files, which need a package: pip install 'weft-torch[train]'")
 
 
 def new_group() -> Any:
     """A group of all ranks for checkpoints alone, on the CPU; None in a world of one. All ranks must ask."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
-
-
-def _is_plain_file(path: Path) -> bool:
-    return path.exists() and stat.S_ISREG(path.stat().st_mode)
 
 
 def _digest_file(path: Path) -> str:

@@ -1,15 +1,20 @@
-"""A mesh of data x context x tensor parallel ranks: torch's DeviceMesh, its axes, and weights cut over it."""
+"""A mesh of data x context x tensor parallel ranks: torch's DeviceMesh, its axes, weights cut over it, wrappers.
+
+DistributedDataParallel, FSDP2 and ZeroRedundancyOptimizer are for the trainer, and what benchmarks compare with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,8 +23,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from weft.comm.axis import Axis
+from weft.comm.dist import DistWire
 
 NAMES = ("dp", "cp", "tp")
 
@@ -70,13 +77,6 @@ def make_mesh(shape: tuple[int, int, int]) -> ParallelMesh:
     return ParallelMesh(data, context, tensor, tokens, world, mesh)
 
 
-def token_mesh(mesh: ParallelMesh) -> DeviceMesh:
-    """The 1-D mesh of the ranks that have other tokens than this one."""
-    assert mesh.device_mesh is not None
-    flat: Any = mesh.device_mesh["tokens"]
-    return flat
-
-
 def cut_over_tensor_ranks(
     module: nn.Module, mesh: ParallelMesh, *, columns: Sequence[str], rows: Sequence[str], inputs: int
 ) -> None:
@@ -95,3 +95,40 @@ def cut_over_tensor_ranks(
     prepare = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
     parallelize_module(module, tensor_mesh, plan)
     parallelize_module(module, tensor_mesh, prepare)
+
+
+def axis_of_ranks(ranks: Sequence[int]) -> Axis:
+    """The axis of a new process group of some ranks of WORLD, who must all ask; the others need not."""
+    return Axis.of(dist.new_group(list(ranks), use_local_synchronization=True))
+
+
+def wrap_with_ddp(axis: Axis, module: nn.Module, tables: Sequence[str] = ()) -> nn.Module:
+    """``module`` in a DistributedDataParallel that leaves the sharded ``tables``, by name, alone.
+
+    Without tables gradients lie in the memory that is all-reduced.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(tables))
+    return DistributedDataParallel(module, process_group=_group(axis), gradient_as_bucket_view=not tables)
+
+
+def wrap_with_fsdp2(
+    mesh: ParallelMesh, module: nn.Module, blocks: Sequence[nn.Module], tables: Sequence[Tensor]
+) -> None:
+    """Shard the weights of ``module`` over the ranks that have other tokens, each of ``blocks`` together, in place."""
+    assert mesh.device_mesh is not None
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh.device_mesh["tokens"], ignored_params=set(tables))  # type: ignore[arg-type]
+
+
+def make_zero_adamw(axis: Axis, parameters: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
+    """``torch.optim.AdamW`` in a ZeroRedundancyOptimizer: whole parameters have owners."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # importing it compiles with torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, process_group=_group(axis), **options)
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    assert isinstance(axis.wire, DistWire), "only processes have torch's data parallelism"
+    return axis.wire.group

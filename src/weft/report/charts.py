@@ -213,46 +213,33 @@ def draw_timeline(timeline: Timeline) -> str:
         for place, (name, (_, spans)) in enumerate(zip(names, timeline.ranks, strict=True)):
             y = each * place + GAP / 2
             inside.append(svg.text(0, y + WORK / 2 + 4, name, "strong"))
-            inside += draw_work(spans, along, y, nearest)
-            inside += draw_waits(spans, along, y, nearest, hatch)
+            rows = [("work", spans, y), ("exposed", spans, y)]
             for lane, family in enumerate(lanes):
-                under_way = [span for span in spans if span.kind == "under way" and span.family == family]
-                top = y + WORK + 2 + (LANE + 1) * lane
-                for span in merge(under_way, nearest, by_name=False):
-                    start, end = along(span.start), along(span.end)
-                    hint = f"{family} under way: {span.name}, {took(span)}"
-                    inside.append(
-                        svg.rectangle(f"lane {family_class(family)}", start, top, max(0.8, end - start), LANE, hint)
-                    )
+                of_family = [span for span in spans if span.family == family]
+                rows.append(("under way", of_family, y + WORK + 2 + (LANE + 1) * lane))
+            for kind, found, top in rows:
+                alike = [span for span in found if span.kind == kind]
+                for span in merge(alike, nearest, by_name=kind == "work"):
+                    inside += draw_span(span, along, top, hatch)
         drawn.append(svg.drawing("timeline", width, height, f"One step on {len(names)} ranks, in milliseconds", inside))
     return "\n".join(drawn)
 
 
-def draw_work(spans: list[Span], along: Scale, y: float, nearest: float) -> list[str]:
-    """Pieces of work, with their names where there is space."""
-    drawn = []
-    for span in merge([s for s in spans if s.kind == "work"], nearest, by_name=True):
-        start, end = along(span.start), along(span.end)
-        drawn.append(svg.rectangle("work", start, y, max(0.5, end - start), WORK, f"{span.name}: {took(span)}"))
+def draw_span(span: Span, along: Scale, y: float, hatch: str) -> list[str]:
+    """Work with its name where there is space; a wait so that it shows on work and on nothing; or a piece of a lane."""
+    start, end = along(span.start), along(span.end)
+    took = f"{1000 * (span.end - span.start):.3g} ms from {1000 * span.start:.3g} ms"
+    if span.kind == "work":
+        drawn = [svg.rectangle("work", start, y, max(0.5, end - start), WORK, f"{span.name}: {took}")]
         if LETTER * len(span.name) + 8 < end - start:
             drawn.append(svg.text((start + end) / 2, y + WORK / 2 + 4, span.name, "middle strong"))
-    return drawn
-
-
-def draw_waits(spans: list[Span], along: Scale, y: float, nearest: float, hatch: str) -> list[str]:
-    """Paper below, hatching over it, and a line around, so that a wait shows on work and on nothing."""
-    drawn = []
-    for span in merge([s for s in spans if s.kind == "exposed"], nearest, by_name=False):
-        start, size = along(span.start), max(1.0, along(span.end) - along(span.start))
-        drawn.append(svg.rectangle("blank", start, y, size, WORK))
-        hint = f"waits for {span.family}: {span.name}, {took(span)}"
-        drawn.append(svg.rectangle("waiting", start, y, size, WORK, hint, f' fill="url(#{hatch})"'))
-    return drawn
-
-
-def took(span: Span) -> str:
-    """How long a span is, and since when."""
-    return f"{1000 * (span.end - span.start):.3g} ms from {1000 * span.start:.3g} ms"
+        return drawn
+    if span.kind == "exposed":  # paper below, hatching over it, and a line around
+        size, hint = max(1.0, end - start), f"waits for {span.family}: {span.name}, {took}"
+        hatching = svg.rectangle("waiting", start, y, size, WORK, hint, f' fill="url(#{hatch})"')
+        return [svg.rectangle("blank", start, y, size, WORK), hatching]
+    kind, hint = f"lane {family_class(span.family)}", f"{span.family} under way: {span.name}, {took}"
+    return [svg.rectangle(kind, start, y, max(0.8, end - start), LANE, hint)]
 
 
 def legend(timeline: Timeline) -> str:

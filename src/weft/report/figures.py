@@ -102,7 +102,9 @@ def numbers_table(series: list[tuple[str, list[Point]]]) -> str:
 def loss_figure(run: Run, beside: Run | None) -> str:
     """Both losses on one plot, and how far they are apart."""
     other = beside.steps if beside else []
-    name, other_name = names(run, beside)
+    name, other_name = run.name, beside.name if beside else ""
+    if name == other_name:
+        other_name += ", beside"
     mine = Curve(name, "run under" if other else "run", curve_of(run.steps, "loss"))
     theirs = Curve(other_name, "beside", curve_of(other, "loss"))
     valid = Curve(f"{name}, validation", "run", there(curve_of(run.steps, "valid_loss")), mark="dot")
@@ -134,13 +136,6 @@ def loss_figure(run: Run, beside: Run | None) -> str:
     caption += [said for said in (say_broken(run, name), say_broken(beside, other_name)) if said]
     inside += [f"<figcaption>{escape(' '.join(caption))}</figcaption>", numbers_table(series)]
     return figure("loss", "Loss", inside, read_outs(series, steps))
-
-
-def names(run: Run, beside: Run | None) -> tuple[str, str]:
-    """What the curves of the two runs are called; never the same."""
-    if beside is None:
-        return run.name, ""
-    return (run.name, beside.name) if run.name != beside.name else (run.name, f"{beside.name}, beside")
 
 
 def say_difference(apart: list[Point]) -> str:
@@ -199,7 +194,9 @@ def bytes_figure(run: Run) -> str:
     heads = ["family", "weft, bytes", *(["plain, bytes", "plain / weft"] if plain else []), "exposed, ms"]
     rows = []
     for f, mine, other in bars:
-        name = f if f == "all" else named(f, plain.methods.get(f, "") if plain else "")
+        name = f if f == "all" else f"{colour_swatch(f'bar {family_class(f)}')}{escape(f)}"
+        if f != "all" and plain and plain.methods.get(f):
+            name += f"<small>plain: {escape(plain.methods[f])}</small>"
         compared = [] if other is None else [f"{other:,.0f}", ratio(other, mine)]
         rows.append([name, f"{mine:,.0f}", *compared, f"{sum(exposed.values()) if f == 'all' else exposed[f]:.2f}"])
     average = f"mean over {count_steps(counted)}"
@@ -209,12 +206,6 @@ def bytes_figure(run: Run) -> str:
     label = f"{title}: " + ", ".join(f"{f} {size_of(mine)}" for f, mine, _ in bars[:-1])
     inside = [byte_bars(bars, label), f"<figcaption>{escape(caption)}</figcaption>"]
     return figure("bytes", title, [*inside, table(heads, rows, ["name"] + ["n"] * (len(heads) - 1), last_is_sum=True)])
-
-
-def named(family: str, plain_method: str) -> str:
-    """A family with its colour, and below it what plain pieces do."""
-    below = f"<small>plain: {escape(plain_method)}</small>" if plain_method else ""
-    return f"{colour_swatch(f'bar {family_class(family)}')}{escape(family)}{below}"
 
 
 def ratio(plain: float, ours: float) -> str:

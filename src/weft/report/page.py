@@ -73,9 +73,11 @@ def write_report(run: Path, *, beside: Path | None = None, out: Path | None = No
 def assemble(run: Run, beside: Run | None) -> str:
     """The whole page."""
     title = escape(f"Training run {run.folder.resolve().name}")
+    written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime, UTC)
+    when = f"Trained with weft. Last step written {written:%Y-%m-%d %H:%M} UTC, in {run.folder.resolve()}"
     notes = run.notes + ([f"{beside.folder}: {words}" for words in beside.notes] if beside else [])
     parts = [
-        f"<header>\n<h1>{title}</h1>\n<p>{escape(subtitle(run))}</p>\n{summary(run)}\n</header>",
+        f"<header>\n<h1>{title}</h1>\n<p>{escape(when)}</p>\n{summary(run)}\n</header>",
         *(figures.note(words) for words in notes),
         figures.loss_figure(run, beside),
         figures.speed_figure(run),
@@ -90,12 +92,6 @@ def assemble(run: Run, beside: Run | None) -> str:
         f'<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n'
     )
     return f"{head}<body>\n" + "\n".join(parts) + f"\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
-
-
-def subtitle(run: Run) -> str:
-    """When the run ended, and where it is."""
-    written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime, UTC)
-    return f"Trained with weft. Last step written {written:%Y-%m-%d %H:%M} UTC, in {run.folder.resolve()}"
 
 
 def summary(run: Run) -> str:

@@ -98,11 +98,11 @@ class StateToLoad:
         """All ranks must make one."""
         self._model, self._step = model, step
         tensors, self._saved = _tensors_of(model, step)
-        self._tensors = {name: value.detach().clone() for name, value in tensors.items()}
+        self.tensors = {name: value.detach().clone() for name, value in tensors.items()}
 
     def check(self, folder: Path) -> None:
         """Raise if the checkpoint holds other tensors."""
-        there, wanted = checkpoint.saved_shapes(folder), {name: tuple(t.shape) for name, t in self._tensors.items()}
+        there, wanted = checkpoint.saved_shapes(folder), {name: tuple(t.shape) for name, t in self.tensors.items()}
         if there == wanted:
             return
         if set(there) != set(wanted):
@@ -116,16 +116,12 @@ class StateToLoad:
             f"was made with"
         )
 
-    def read(self, folder: Path, group: Any) -> None:
-        """All ranks must call it; nothing of the run is changed."""
-        checkpoint.load_tensors(folder, self._tensors, group)
-
     def take_over(self, groups: list[dict[str, Any]]) -> None:
         """Make the tensors that were read those of the run. Of ``groups``, options of the optimizers are not taken.
 
         They are the settings of this run; what else a group holds (orders that tune() found) is state.
         """
-        model, step, tensors = self._model, self._step, self._tensors
+        model, step, tensors = self._model, self._step, self.tensors
         model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
         prefixes = [f"optimizer.{name}." for name in _names(model, step)]
         states = {
@@ -247,7 +243,8 @@ class Resumption:
         """Fill the run's state; what the checkpoint that was loaded says of itself."""
         while True:
             assert self.facts is not None
-            why = self._try(partial(state.check, self.folder)) or self._try(partial(state.read, self.folder, group))
+            read = partial(checkpoint.load_tensors, self.folder, state.tensors, group)  # nothing of the run is changed
+            why = self._try(partial(state.check, self.folder)) or self._try(read)
             why = why or self._try(partial(state.take_over, self.facts["groups"]))
             if not why:
                 return self.facts

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from weft.errors import CommError
-from weft.parallel.checkpoint import find_format_fault
+from weft.parallel.checkpoint import check_format
 from weft.parallel.mesh import make_mesh
 from weft.parallel.rendezvous import LocalRank, joined_world
 from weft.report.page import write_report
@@ -92,8 +92,7 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
     if int(os.environ.get("RANK", "0")) == 0 and LocalRank.of_environment() is None:
         logging.getLogger("weft.train").setLevel(logging.INFO)  # "reading data", which who started local ranks has said
     config.check()
-    if fault := find_format_fault():
-        raise fault
+    check_format()
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     shape = fit_mesh(config.dp, config.cp, config.tp, ranks)
     if config.batch % shape[0]:
@@ -206,14 +205,10 @@ def _write_steps(config: TrainConfig, trainer: Trainer) -> None:
     if trainer.done == config.steps:
         _say(f"step {trainer.done} of {config.steps} is done already; --steps N goes on")
         return
-    metrics, line = MetricsFile(config.out, trainer.done), ProgressLine(config, trainer.done)
-    try:
+    with closing(MetricsFile(config.out, trainer.done)) as metrics, closing(ProgressLine(config, trainer.done)) as line:
         for result in trainer:
             metrics.write(result.line())
             line.show(result)
-    finally:
-        line.close()
-        metrics.close()
 
 
 class StopRequest:

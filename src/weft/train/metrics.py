@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -53,42 +54,38 @@ def family_of(operation: str) -> str:
 
 
 @dataclass(frozen=True)
-class StepTraffic:
-    """One step: bytes sent by all ranks together, and seconds a rank stood waiting (the mean over ranks), by family."""
+class StepResult:
+    """What a step gave, the same on every rank.
 
+    By family: bytes sent by all ranks together, and seconds a rank stood waiting (the mean over ranks).
+    """
+
+    step: int
+    loss: float
+    norm: float
+    tokens: int
     bytes: dict[str, int]
     exposed: dict[str, float]
     seconds: float  # of the slowest rank
     signal: int = 0  # the highest that a rank was sent: all end after the same step
+    valid_loss: float | None = None
 
     @property
     def exposed_share(self) -> float:
         """Of the step's time."""
         return sum(self.exposed.values()) / self.seconds if self.seconds else 0.0
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave, the same on every rank."""
-
-    step: int
-    loss: float
-    norm: float
-    tokens: int
-    traffic: StepTraffic
-    valid_loss: float | None = None
-
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks together."""
-        return self.tokens / self.traffic.seconds
+        return self.tokens / self.seconds
 
     def line(self) -> dict[str, Any]:
         """For metrics.jsonl."""
         one = {
-            "step": self.step, "loss": self.loss, "norm": self.norm, "seconds": self.traffic.seconds,
-            "tokens_per_second": self.tokens_per_second, "bytes": self.traffic.bytes,
-            "exposed": self.traffic.exposed, "exposed_share": self.traffic.exposed_share,
+            "step": self.step, "loss": self.loss, "norm": self.norm, "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second, "bytes": self.bytes, "exposed": self.exposed,
+            "exposed_share": self.exposed_share,
         }  # fmt: skip
         return one if self.valid_loss is None else {**one, "valid_loss": self.valid_loss}
 
@@ -102,10 +99,8 @@ def gather_floats(axis: Axis, operation: str, mine: Sequence[float]) -> Tensor:
     return torch.tensor(axis.begin(operation, metadata=bits).metadata.wait()).view(torch.float64)
 
 
-def gather_step(
-    world: Axis, ledger: Ledger, seconds: float, loss: float, signal: int = 0
-) -> tuple[Tensor, StepTraffic]:
-    """(every rank's loss ``[P]``, everybody's figures put together) of a step, in one gather; all ranks must call it.
+def gather_step(world: Axis, ledger: Ledger, seconds: float, signal: int, loss: float) -> tuple[Tensor, dict[str, Any]]:
+    """(every rank's loss ``[P]``, figures for `StepResult`) of a step, in one gather; all ranks must call it.
 
     ``signal``: one that this rank was sent, or 0.
     """
@@ -116,12 +111,12 @@ def gather_step(
         exposed[family_of(operation)] += end - start
     rows = gather_floats(world, "train.metrics", [*sent.values(), *exposed.values(), seconds, signal, loss])
     total, count = rows.sum(0).tolist(), len(FAMILIES)
-    return rows[:, -1], StepTraffic(
-        {name: int(value) for name, value in zip(FAMILIES, total[:count], strict=True)},
-        {name: value / world.size for name, value in zip(FAMILIES, total[count:-3], strict=True)},
-        float(rows[:, -3].max()),
-        int(rows[:, -2].max()),
-    )
+    return rows[:, -1], {
+        "bytes": {name: int(value) for name, value in zip(FAMILIES, total[:count], strict=True)},
+        "exposed": {name: value / world.size for name, value in zip(FAMILIES, total[count:-3], strict=True)},
+        "seconds": float(rows[:, -3].max()),
+        "signal": int(rows[:, -2].max()),
+    }
 
 
 def spans_of(ledger: Ledger, began: float, ended: float) -> list[dict[str, Any]]:
@@ -157,7 +152,11 @@ class MetricsFile:
         kept = [text for text, line in lines if line is None or line["step"] <= after]
         write_whole(self._path, b"".join(text + b"\n" for text in kept))
         self._file = self._path.open("a", buffering=1)
-        self._board = _open_board(folder, after)
+        self._board: Any = None
+        with suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a step. An OSError names the file."""
@@ -173,20 +172,10 @@ class MetricsFile:
 
     def close(self) -> None:
         """Write out what is still in memory, as far as there is space."""
-        try:
+        with suppress(OSError):  # a full disk, as `write` has said
             self._file.close()
-        except OSError:
-            pass  # a full disk, as `write` has said
         if self._board is not None:
             self._board.close()
-
-
-def _open_board(folder: Path, after: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
 
 
 def show_config(config: TrainConfig, facts: dict[str, Any]) -> None:
@@ -215,7 +204,7 @@ class ProgressLine:
     def show(self, result: StepResult) -> None:
         """After a step."""
         figures = f"loss {result.loss:.4f}  {result.tokens_per_second:,.0f} tokens/s"
-        figures += f"  exposed {100 * result.traffic.exposed_share:.0f} %"
+        figures += f"  exposed {100 * result.exposed_share:.0f} %"
         valid = "" if result.valid_loss is None else f"  validation loss {result.valid_loss:.4f}"
         now, left = self._clock(), self._steps - result.step
         eta = timedelta(seconds=round((now - self._began) / (result.step - self._first) * left))  # as fast as this life

@@ -7,12 +7,14 @@ that goes back moves what came later aside, into ``checkpoints/abandoned-N``. On
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,24 +147,17 @@ class RunLock:
             ) from None
         except OSError as error:
             logger.warning("train: %s cannot be locked (%s): start no other run there", run, error.strerror)
-        self._note(f"process {os.getpid()} on {os.uname().nodename}, job {job_name()}\n")
-
-    def _note(self, holder: str) -> None:
-        try:
+        with suppress(OSError):  # a full disk; the lock holds without it
             os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, holder.encode(), 0)
-        except OSError:  # a full disk; the lock holds without it
-            pass
+            os.pwrite(self._handle, f"process {os.getpid()} on {os.uname().nodename}, job {job_name()}\n".encode(), 0)
 
     def undo(self) -> None:
         """Leave no trace of a run that could not begin."""
         if self._new:
             (self._run / LOCK).unlink(missing_ok=True)
-        for folder in self._made:
-            try:
+        with suppress(OSError):
+            for folder in self._made:
                 folder.rmdir()
-            except OSError:
-                return
 
     def close(self) -> None:
         """Let others write."""
@@ -196,9 +191,8 @@ def leave_behind(run: Path, step: int) -> None:
     later = [folder for folder in list_checkpoints(run) if (step_of(folder) or 0) > step]
     if not later:
         return
-    number = 1
-    while (aside := run / CHECKPOINTS / f"abandoned-{number}").exists():
-        number += 1
+    places = (run / CHECKPOINTS / f"abandoned-{number}" for number in itertools.count(1))
+    aside = next(place for place in places if not place.exists())
     aside.mkdir()
     metrics = run / "metrics.jsonl"
     if os.path.isfile(metrics):

@@ -14,9 +14,8 @@ from torch import Tensor
 import weft
 from weft.comm import Ledger, record
 from weft.comm.metadata import gather_text
-from weft.parallel.mesh import ParallelMesh
-from weft.parallel.wrappers import wrap_with_ddp_beside_tables, wrap_with_fsdp2
-from weft.train.batches import IGNORED, Batch, Batches, validation_batches
+from weft.parallel.mesh import ParallelMesh, wrap_with_ddp, wrap_with_fsdp2
+from weft.train.batches import IGNORED, Batch, Batches, Shard, validation_batches
 from weft.train.checkpoints import Resumption, Saver, StateToLoad
 from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
@@ -66,10 +65,10 @@ class Trainer:
         self.step = self._make_step()
         self._saver = Saver(config.out, config.keep)
         self._where: dict[str, Any] = {
-            "data_rank": mesh.data.rank, "data_size": mesh.data.size, "context_rank": mesh.context.rank,
-            "context_size": mesh.context.size, "layout": config.layout, "length": config.length,
+            "shard": Shard(mesh.data.rank, mesh.data.size, mesh.context.rank, mesh.context.size, config.layout),
+            "length": config.length,
             "hash_rows": lambda tokens, bounds: self.model.bigrams.rows_of(tokens, cu_seqlens=bounds),
-        }  # fmt: skip
+        }
         position = 0 if before is None or before.facts is None else self._resume(before)
         self._batches = Batches(self.corpus, batch=config.batch, seed=config.seed, position=position, **self._where)
         self._held_out = held_out
@@ -93,9 +92,8 @@ class Trainer:
         return make_step(self.config, self.model, self.mesh)
 
     def _wrap(self) -> Any:
-        tables = ["bigrams.weight"]
         if self.config.wrap == "ddp" and self.mesh.world.size > 1:
-            return wrap_with_ddp_beside_tables(self.mesh.tokens, self.model, tables)
+            return wrap_with_ddp(self.mesh.tokens, self.model, tables=["bigrams.weight"])
         if self.config.wrap == "fsdp2" and self.mesh.world.size > 1:
             wrap_with_fsdp2(self.mesh, self.model, list(self.model.blocks), [self.model.bigrams.weight])
         return self.model
@@ -109,8 +107,8 @@ class Trainer:
             while self.done < config.steps:
                 result = self.take_step()
                 last = self.done == config.steps
-                if result.traffic.signal and not last:
-                    self.ended_by = result.traffic.signal
+                if result.signal and not last:
+                    self.ended_by = result.signal
                 elif config.validate_every and (last or self.done % config.validate_every == 0):
                     result = replace(result, valid_loss=self.validation_loss())
                 ends = last or bool(self.ended_by)
@@ -152,10 +150,10 @@ class Trainer:
         self.done += 1
         if self.done == config.timeline_step:
             self._write_timeline(ledger, began, ended)
-        losses, traffic = gather_step(self.mesh.world, ledger, ended - began, loss, self._signal())
+        losses, figures = gather_step(self.mesh.world, ledger, ended - began, self._signal(), loss)
         assert self.step.norm is not None
         mean = float(self._sum_over_tokens(losses)) / self._tokens_of_step
-        return StepResult(self.done, mean, self.step.norm, self._tokens_of_step, traffic)
+        return StepResult(self.done, mean, self.step.norm, self._tokens_of_step, **figures)
 
     @property
     def _tokens_of_step(self) -> int:

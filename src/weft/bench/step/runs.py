@@ -19,7 +19,7 @@ from weft.comm import Axis, record
 from weft.comm.wire import SoloWire
 from weft.ops.embedding import BigramHashEmbedding, ShardedEmbedding
 from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
-from weft.parallel.wrappers import axis_of_ranks, make_zero_adamw, wrap_with_ddp
+from weft.parallel.mesh import axis_of_ranks, make_zero_adamw, wrap_with_ddp
 from weft.world import Machine, VirtualWorld
 
 _LR = 1e-3

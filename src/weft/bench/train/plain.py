@@ -34,8 +34,7 @@ from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
 from weft.ops.scan import Affine, Form
 from weft.ops.scan.gather import fold
 from weft.ops.sequence import Sequence
-from weft.parallel.mesh import ParallelMesh, make_mesh
-from weft.parallel.wrappers import wrap_with_ddp
+from weft.parallel.mesh import ParallelMesh, make_mesh, wrap_with_ddp
 from weft.train.config import TrainConfig, fit_mesh
 from weft.train.metrics import FAMILIES, family_of
 from weft.train.model import LanguageModel, LinearMixer, SoftmaxMixer, sort_parameters

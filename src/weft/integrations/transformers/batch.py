@@ -1,4 +1,4 @@
-"""Batches of token ids: which samples a rank reads, what is in a whole batch, and one rank's part. Nothing is sent.
+"""Batches of token ids: what is in a whole one, and one rank's part of it. Nothing is sent.
 
 Who sees whom is read from the batch as transformers reads it for SDPA: documents begin where ``position_ids`` do not
 rise by one, and padding is what ``attention_mask`` says. A batch that would be read wrongly in parts is refused here,
@@ -7,7 +7,7 @@ where every rank has the same in hand and comes to the same verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from weft.comm import Axis
 from weft.ops.sequence import Sequence
@@ -236,43 +236,9 @@ class ShardingCollator:
         return shard_batch(self.inner(samples), self.layout, self.rank, self.size)
 
 
-class DataRankSampler(Sampler[int]):
-    """Every ``data_size``-th sample, so that the ranks of one context group read the same and groups read others.
-
-    Every data rank gets as many; what is left over is dropped, or with ``drop_last=False`` filled up with the first.
-    """
-
-    def __init__(
-        self, count: int, data_rank: int, data_size: int, *, shuffle: bool, seed: int, drop_last: bool
-    ) -> None:
-        if count < (data_size if drop_last else 1):
-            raise ValueError(
-                f"ContextParallel.sampler: {count} samples are too few for {data_size} data ranks (data rank "
-                f"{data_rank})"
-            )
-        self.count, self.data_rank, self.data_size = count, data_rank, data_size
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Another order for each epoch, the same on every rank."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count // self.data_size if self.drop_last else -(-self.count // self.data_size)
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.arange(self.count)
-        if self.shuffle:
-            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        whole = len(self) * self.data_size
-        order = order.repeat(-(-whole // self.count))[:whole]
-        return iter(order[self.data_rank :: self.data_size].tolist())
-
-
 class DataRankLoader(DataLoader[Any]):
     """A DataLoader that hands the epoch on to its sampler, as Trainer asks of a loader."""
 
     def set_epoch(self, epoch: int) -> None:
-        if isinstance(self.sampler, DataRankSampler):
+        if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(epoch)

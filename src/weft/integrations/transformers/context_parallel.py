@@ -8,16 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import DistributedSampler
+
 from weft.comm import Axis
 from weft.integrations.transformers.attention import attend, make_mask
-from weft.integrations.transformers.batch import (
-    KEY,
-    DataRankLoader,
-    DataRankSampler,
-    ShardingCollator,
-    WholeBatch,
-    shard_batch,
-)
+from weft.integrations.transformers.batch import KEY, DataRankLoader, ShardingCollator, WholeBatch, shard_batch
 from weft.integrations.transformers.model import Enabled, find_model_fault
 from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence import Sequence
@@ -158,11 +153,11 @@ class ContextParallel:
 
     def sampler(
         self, dataset: Sized, *, data: Any = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-    ) -> DataRankSampler:
+    ) -> DistributedSampler[Any]:
         """The samples of this rank's context group. ``data`` is the group or mesh of the data ranks (``mesh["dp"]``).
 
-        Samplers that go by rank give each rank of a context group other samples. Call ``set_epoch`` as on
-        DistributedSampler.
+        Samplers that go by rank give each rank of a context group other samples. Every data rank gets as many; what is
+        left over is filled up with the first, or with ``drop_last`` dropped. Call ``set_epoch`` before each epoch.
         """
         world = Axis.of(None)
         if data is None and world.size != self.axis.size:
@@ -171,7 +166,11 @@ class ContextParallel:
                 f"several data ranks (rank {world.rank}); pass data=mesh['dp'], the group across them"
             )
         rank, size = (0, 1) if data is None else (Axis.of(data).rank, Axis.of(data).size)
-        return DataRankSampler(len(dataset), rank, size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        if len(dataset) < (size if drop_last else 1):
+            raise ValueError(
+                f"ContextParallel.sampler: {len(dataset)} samples are too few for {size} data ranks (data rank {rank})"
+            )
+        return DistributedSampler(dataset, size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
 
     def loader(
         self, dataset: Any, batch_size: int, collate_fn: Callable[[Any], Any], *, data: Any = None,
