@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from weft.ops.linear_attention.fused.ahead import Compiled, Counted, Shape
 
 COLUMNS = (
-    Column("decay", "decay", "{}"),
-    Column("kernel", "kernel", "{}"),
-    Column("target", "sm", "{}"),
-    Column("shape", "K=V, chunk, dtype", "{}"),
+    Column("decay", "decay"),
+    Column("kernel", "kernel"),
+    Column("target", "sm"),
+    Column("shape", "K=V, chunk, dtype"),
     Column("registers", "regs", "{:d}"),
     Column("spilled", "spill", "{:d}"),
     Column("shared_kilobytes", "smem KB", "{:.0f}"),
@@ -29,9 +29,9 @@ COLUMNS = (
     Column("percent_of_roof", "% of roof", "{:.0f}"),
 )
 PHASE_COLUMNS = (
-    Column("decay", "decay", "{}"),
-    Column("shape", "K=V, chunk, dtype", "{}"),
-    Column("phase", "phase", "{}"),
+    Column("decay", "decay"),
+    Column("shape", "K=V, chunk, dtype"),
+    Column("phase", "phase"),
     Column("launches", "launches", "{:d}"),
     Column("bytes", "bytes", "{:,.0f}"),
     Column("least_bytes", "least", "{:,.0f}"),

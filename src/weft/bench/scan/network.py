@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
+from weft.bench.timing import forward_and_backward
 from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.ops.attention import attention
@@ -35,7 +36,7 @@ START = 60_000_000  # nanoseconds from the last word of a rank to the common sta
 
 STATES = ((1, 64, 64), (8, 64, 64), (32, 128, 128))  # heads, K, V: 16 KiB, 128 KiB and 2 MiB of fp32
 COLUMNS = (
-    Column("case", "case", "{}"),
+    Column("case", "case"),
     Column("milliseconds", "ms", "{:.1f}"),
     Column("local", "local work, ms", "{:.1f}"),
     Column("virtual_gloo", "virtual ms, gloo", "{:.1f}"),
@@ -44,12 +45,6 @@ COLUMNS = (
     Column("to_ideal", "x ideal", "{:.2f}"),
 )
 Program = Callable[[Axis, str], object]  # a case, on an axis and a device
-
-
-def layouts(ranks: int, machine: Machine) -> dict[str, Layout]:
-    """The table of this benchmark."""
-    links = f"{machine.latency * 1e3:g} ms and {machine.bandwidth * 8e-6:g} Mbit/s"
-    return {"network": Layout(f"{ranks} ranks on links of {links}", COLUMNS)}
 
 
 def scans() -> dict[str, Program]:
@@ -89,12 +84,13 @@ def _attention(tokens: int, method: str, layout: str, axis: Axis, device: str) -
 
 def _step(tokens: int, heads: int, device: str, attend: Callable[..., Tensor]) -> None:
     inputs = [torch.ones(1, tokens, heads, 64, device=device).requires_grad_() for _ in range(3)]
-    out = attend(*inputs)
-    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    forward_and_backward(attend, inputs)()
 
 
 def run(pool: RankPool, report: Report, machine: Machine, repeats: int, tokens: int) -> None:
     """Measure every case on the ranks and simulate it under both rules."""
+    links = f"{machine.latency * 1e3:g} ms and {machine.bandwidth * 8e-6:g} Mbit/s"
+    report.tables["network"] = Layout(f"{pool.size} ranks on links of {links}", COLUMNS)
     cases = scans() | layers(tokens)
     with report.progress(len(cases), "network") as advance:
         for name, program in cases.items():
