@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.bench.linear_attention import gpu
-from weft.bench.linear_attention.baselines import Baseline, fla
+from weft.bench.linear_attention.baselines import Baseline, How, Segments, fla
 from weft.bench.ranks import RankPool, describe_cases, describe_ledgers, fill_table
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, Sample, examine, forward_and_backward, take_turns, use_threads
@@ -155,10 +155,12 @@ def make_cases(
 
     cases = {LOCAL: weft_by("auto", alone), OURS: weft_by("auto", axis)}
     cases |= {f"weft {method}": weft_by(method, axis) for method in METHODS}
+    here = Segments((tokens,), axis.rank > 0, axis.rank + 1 < axis.size)
     for name, schedule in (
         ("LASP: ring, receive first", "lasp"),
         ("LASP-2: blocking all-gather", "lasp2"),
         ("ZeCO: chain in blocks", "zeco"),
     ):
-        cases[name] = forward_and_backward(lambda *t, s=schedule: Baseline.apply(*t, axis, s, blocks, backend), inputs)
+        how = How(schedule, here, dim**-0.5, backend, blocks)
+        cases[name] = forward_and_backward(lambda *t, how=how: Baseline.apply(*t, axis, how), inputs)
     return cases

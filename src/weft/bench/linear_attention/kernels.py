@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,10 +95,7 @@ def shapes(
                 raise ValueError(f"{word} {name!r} is not one of {', '.join(known)}")
     return [
         Shape(decay, dim, dim, chunk, DTYPES[dtype], heads=heads, tokens=tokens)
-        for decay in decays
-        for dim in dims
-        for chunk in chunks
-        for dtype in dtypes
+        for decay, dim, chunk, dtype in itertools.product(decays, dims, chunks, dtypes)
     ]
 
 
@@ -137,9 +136,7 @@ def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) ->
     """
     gpu = GPUS[capability]
     machine = gpu.machine
-    programs = 1
-    for count in one.launch.grid:
-        programs *= count
+    programs = math.prod(one.launch.grid)
     resident = gpu.resident(compiled.registers, compiled.shared, one.launch.warps)
     at_once = max(1, resident * gpu.processors)
     back = {"chunk_states": " (q, do)", "scan_pieces": " (back)"} if one.launch.constants.get("REVERSE") else {}
