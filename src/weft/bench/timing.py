@@ -72,20 +72,21 @@ def in_turn(names: list[T], turn: int) -> list[T]:
     return names[first:] + names[:first]
 
 
-def measure_each(axis: Axis, cases: Mapping[str, Callable[[], Case] | None], turn: int) -> dict[str, Sample]:
-    """One recorded call of each case: ``cases[name]()`` makes it ready, which is not measured.
+def measure_each(axis: Axis, names: list[str], ready: Callable[[str], Case | None], turn: int) -> dict[str, Sample]:
+    """One recorded call of each case, which ``ready(name)`` makes beforehand.
 
     None has no work for this rank, which waits meanwhile and uses no processor.
     """
     found = {}
-    for name in in_turn(list(cases), turn):
-        prepare = cases[name]
-        if prepare is not None:
-            found[name] = measure(axis, prepare())
+    for name in in_turn(names, turn):
+        case = ready(name)
+        if case is not None:
+            found[name] = measure(axis, case)
         else:
             line_up(axis)
             line_up(axis)
-    return {name: found[name] for name in cases if name in found}
+        del case  # what it holds may be large
+    return {name: found[name] for name in names if name in found}
 
 
 def measure(axis: Axis, case: Case) -> Sample:

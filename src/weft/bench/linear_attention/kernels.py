@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.bench.report import Column, Layout, Report
-from weft.world.machine import PRESETS, Machine
+from weft.world.machine import PRESETS
 
 if TYPE_CHECKING:
     from weft.ops.linear_attention.fused.ahead import Compiled, Counted, Shape
@@ -56,10 +56,6 @@ class Gpu:
     registers: int = 65536
     warps: int = 64
     programs: int = 32
-
-    @property
-    def machine(self) -> Machine:
-        return PRESETS[self.preset]
 
     def resident(self, registers: int, shared: int, warps: int) -> int:
         """Programs a multiprocessor holds at once; it hands out registers by 8 for each thread, shared memory by KB."""
@@ -135,7 +131,7 @@ def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) ->
     left when the last wave of programs does not fill all multiprocessors.
     """
     gpu = GPUS[capability]
-    machine = gpu.machine
+    machine = PRESETS[gpu.preset]
     programs = math.prod(one.launch.grid)
     resident = gpu.resident(compiled.registers, compiled.shared, one.launch.warps)
     at_once = max(1, resident * gpu.processors)

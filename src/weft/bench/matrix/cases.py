@@ -132,11 +132,13 @@ def prepare(axis: Axis, names: list[str], width: int, blocks: int, warm_steps: i
 def sample(axis: Axis, names: list[str], turn: int) -> dict[str, Sample]:
     """One step by each method that has work for this rank."""
 
-    def ready(run: Run) -> Case:
-        run.take_gradients(turn)
-        return run.step
+    def ready(name: str) -> Case | None:
+        if name not in _made:
+            return None
+        _made[name].take_gradients(turn)
+        return _made[name].step
 
-    return measure_each(axis, {name: partial(ready, _made[name]) if name in _made else None for name in names}, turn)
+    return measure_each(axis, names, ready, turn)
 
 
 @contextmanager
@@ -160,10 +162,10 @@ def _time_eigh() -> Iterator[list[float]]:
 
 def inspect(axis: Axis) -> dict[str, int]:
     """Bytes of the state that each method's optimizer keeps on this rank between steps."""
-    kept = {
-        name: [one for state in run.optimizer.state.values() for one in state.values()] for name, run in _made.items()
+    return {
+        name: sum(one.untyped_storage().nbytes() for state in run.optimizer.state.values() for one in state.values())
+        for name, run in _made.items()
     }
-    return {name: sum(one.untyped_storage().nbytes() for one in tensors) for name, tensors in kept.items()}
 
 
 def _methods() -> Iterator[Method]:
@@ -192,13 +194,8 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, widths: t
         for width in widths:
             pool.run(prepare, names, width, blocks, warm_steps)
             state = pool.run(inspect)
-            facts = {
-                name: {
-                    "case": f"h {width}", "method": name,
-                    "state_megabytes": highest_megabytes(rank.get(name) for rank in state),
-                }
-                for name in names
-            }  # fmt: skip
+            sizes = {name: highest_megabytes(rank.get(name) for rank in state) for name in names}
+            facts = {name: {"case": f"h {width}", "method": name, "state_megabytes": sizes[name]} for name in names}
             fill_table(report, "rekls", partial(pool.run, sample, names), repeats, advance, facts)
 
 

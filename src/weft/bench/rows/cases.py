@@ -173,7 +173,7 @@ def sample(axis: Axis, case: Case, names: list[str], turn: int) -> dict[str, Sam
         step, sharded = BASELINES[name]
         return partial(WholeTable(axis, case.rows, case.width, case.dtype, sharded).train, step, ids, grads)
 
-    return measure_each(axis, {name: partial(ready, name) for name in names}, turn)
+    return measure_each(axis, names, ready, turn)
 
 
 def time_push(axis: Axis, case: Case) -> tuple[float, float, float]:

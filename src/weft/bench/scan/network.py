@@ -47,28 +47,21 @@ COLUMNS = (
 Program = Callable[[Axis, str], object]  # a case, on an axis and a device
 
 
-def scans() -> dict[str, Program]:
-    """Bare scans: nothing is computed but the combination of states."""
-    return {
-        f"scan {'x'.join(map(str, shape))} {method}": partial(_scan, shape, method)
-        for shape in STATES
-        for method in METHODS
-    }
-
-
-def _scan(shape: tuple[int, ...], method: str, axis: Axis, device: str) -> None:
-    state, log = torch.ones(shape, device=device), torch.zeros(shape[0], device=device)
-    exclusive_scan(state, log_decay=log, method=method, group=axis)
-
-
-def layers(tokens: int) -> dict[str, Program]:
-    """Forward and backward of both attentions by every method."""
+def make_cases(tokens: int) -> dict[str, Program]:
+    """Bare scans, which compute nothing but the combination of states; forward and backward of both attentions."""
     found: dict[str, Program] = {}
+    for shape, method in itertools.product(STATES, METHODS):
+        found[f"scan {'x'.join(map(str, shape))} {method}"] = partial(_scan, shape, method)
     for method in METHODS:
         found[f"linear attention, {method}"] = partial(_linear_attention, tokens, method)
     for method, layout in itertools.product(ATTENTION_METHODS, LAYOUTS):
         found[f"attention, {layout}, {method}"] = partial(_attention, tokens, method, layout)
     return found
+
+
+def _scan(shape: tuple[int, ...], method: str, axis: Axis, device: str) -> None:
+    state, log = torch.ones(shape, device=device), torch.zeros(shape[0], device=device)
+    exclusive_scan(state, log_decay=log, method=method, group=axis)
 
 
 def _linear_attention(tokens: int, method: str, axis: Axis, device: str) -> None:
@@ -91,11 +84,11 @@ def run(pool: RankPool, report: Report, machine: Machine, repeats: int, tokens: 
     """Measure every case on the ranks and simulate it under both rules."""
     links = f"{machine.latency * 1e3:g} ms and {machine.bandwidth * 8e-6:g} Mbit/s"
     report.tables["network"] = Layout(f"{pool.size} ranks on links of {links}", COLUMNS)
-    cases = scans() | layers(tokens)
+    cases = make_cases(tokens)
     with report.progress(len(cases), "network") as advance:
         for name, program in cases.items():
-            measured = _median(pool.run(sample_case, name, tokens, repeats, False))
-            local = _median(pool.run(sample_case, name, tokens, repeats, True)) if name not in scans() else 0.0
+            measured = _median(pool.run(sample_case, program, repeats, False))
+            local = 0.0 if name.startswith("scan") else _median(pool.run(sample_case, program, repeats, True))
             row: dict[str, Any] = {"case": name, "milliseconds": measured * 1e3, "local": local * 1e3 or None}
             here = machine
             if local:
@@ -119,9 +112,8 @@ def _simulate(program: Program, size: int, machine: Machine, rules: str) -> floa
     return run.elapsed
 
 
-def sample_case(axis: Axis, name: str, tokens: int, repeats: int, alone: bool) -> list[float]:
+def sample_case(axis: Axis, program: Program, repeats: int, alone: bool) -> list[float]:
     """Seconds from a common start to the end of this rank, after one to warm up; ``alone``: as a world of one."""
-    program = (scans() | layers(tokens))[name]
     here = Axis.over(SoloWire()) if alone else axis
     seconds = []
     for _ in range(repeats + 1):

@@ -200,10 +200,11 @@ def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int, li
 def sample(axis: Axis, names: list[str], turn: int) -> dict[str, Sample]:
     """One step by each method that has work for this rank."""
 
-    def ready(run: Run) -> Case:
-        return partial(run.step, run.draw(turn))
+    def ready(name: str) -> Case | None:
+        run = _made.get(name)
+        return None if run is None else partial(run.step, run.draw(turn))
 
-    return measure_each(axis, {name: partial(ready, _made[name]) if name in _made else None for name in names}, turn)
+    return measure_each(axis, names, ready, turn)
 
 
 def digest(axis: Axis) -> dict[str, str]:
