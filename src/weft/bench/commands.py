@@ -19,12 +19,10 @@ def bench_scan(ranks: Ranks = None, json: Json = None, repeats: Repeats = 15, ca
         calls: Calls in one sample.
     """
     check_at_least(1, repeats=repeats, calls=calls)
-    check_file("--json", json)
     from weft.bench.ranks import run_on_ranks
-    from weft.bench.scan import cases as scan
+    from weft.bench.scan.cases import run
 
-    facts = {"repeats": repeats, "calls": calls}
-    run_on_ranks("scan", ranks, json, facts, scan.layouts, lambda w, report: scan.run(w, report, repeats, calls))
+    run_on_ranks("scan", ranks, json, {"repeats": repeats, "calls": calls}, run, repeats, calls)
 
 
 def bench_linear_attention(
@@ -44,15 +42,11 @@ def bench_linear_attention(
         h100_ranks: Ranks of the tables in virtual time of H100s with the Triton kernels, one table for each.
     """
     check_at_least(1, tokens=tokens, virtual_ranks=virtual_ranks, h100_ranks=h100_ranks, repeats=repeats)
-    check_file("--json", json)
-    from weft.bench.linear_attention import cases as linear_attention
+    from weft.bench.linear_attention.cases import run
     from weft.bench.ranks import run_on_ranks
 
-    run_on_ranks(
-        "linear-attention", ranks, json, {"tokens": tokens, "repeats": repeats},
-        lambda size: linear_attention.layouts(size, tokens, virtual_ranks, h100_ranks),
-        lambda world, report: linear_attention.run(world, report, repeats, tokens, virtual_ranks, h100_ranks),
-    )  # fmt: skip
+    facts = {"tokens": tokens, "repeats": repeats}
+    run_on_ranks("linear-attention", ranks, json, facts, run, repeats, tokens, virtual_ranks, h100_ranks)
 
 
 def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None, repeats: Repeats = 7) -> None:
@@ -66,14 +60,10 @@ def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None,
         tokens: Tokens of the whole sequence.
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
-    check_file("--json", json)
-    from weft.bench.attention import cases as attention
+    from weft.bench.attention.cases import run
     from weft.bench.ranks import run_on_ranks
 
-    run_on_ranks(
-        "attention", ranks, json, {"tokens": tokens, "repeats": repeats}, lambda size: attention.layouts(size, tokens),
-        lambda world, report: attention.run(world, report, repeats, tokens),
-    )  # fmt: skip
+    run_on_ranks("attention", ranks, json, {"tokens": tokens, "repeats": repeats}, run, repeats, tokens)
 
 
 def bench_rows(
@@ -92,14 +82,10 @@ def bench_rows(
     """
     check_at_least(1, repeats=repeats, smaller=smaller)
     check_at_least(0, warm_steps=warm_steps)
-    check_file("--json", json)
     from weft.bench.ranks import run_on_ranks
-    from weft.bench.rows import cases as rows
+    from weft.bench.rows.cases import run
 
-    run_on_ranks(
-        "rows", ranks, json, {"repeats": repeats, "warm_steps": warm_steps}, rows.layouts,
-        lambda world, report: rows.run(world, report, repeats, warm_steps, smaller),
-    )  # fmt: skip
+    run_on_ranks("rows", ranks, json, {"repeats": repeats, "warm_steps": warm_steps}, run, repeats, warm_steps, smaller)
 
 
 def bench_network(
@@ -118,17 +104,12 @@ def bench_network(
         tokens: Tokens a rank holds of linear attention; a quarter of it of softmax attention.
     """
     check_at_least(1, tokens=tokens, repeats=repeats)
-    check_file("--json", json)
     from weft.bench.ranks import run_on_ranks
-    from weft.bench.scan import network
+    from weft.bench.scan.network import run
     from weft.world import Machine
 
-    machine = Machine(latency, bandwidth)
-    run_on_ranks(
-        "network", ranks, json, {"latency": latency, "bandwidth": bandwidth, "tokens": tokens},
-        lambda size: network.layouts(size, machine),
-        lambda world, report: network.run(world, report, machine, repeats, tokens),
-    )  # fmt: skip
+    facts = {"latency": latency, "bandwidth": bandwidth, "tokens": tokens}
+    run_on_ranks("network", ranks, json, facts, run, Machine(latency, bandwidth), repeats, tokens)
 
 
 def bench_rekls(
@@ -163,7 +144,6 @@ def bench_rekls(
         raise ValueError(f"--{name.replace('_', '-')} {word} --quality")
     check_at_least(1, repeats=repeats, widths=widths, blocks=blocks, seeds=seeds, steps=steps)
     check_at_least(0, warm_steps=warm_steps)
-    check_file("--json", json)
     from weft.bench.matrix import cases as matrix
     from weft.bench.matrix import quality as quality_of
     from weft.bench.ranks import run_on_ranks
@@ -171,16 +151,10 @@ def bench_rekls(
     defaults = {"repeats": 7, "warm_steps": 4, "widths": (128, 256), "blocks": 2, "seeds": 5, "steps": 300}
     options: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in given.items()}
     if quality:
-        run_on_ranks(
-            "rekls --quality", ranks, json, options, lambda size: quality_of.layouts(**options),
-            lambda world, report: quality_of.run(world, report, **options),
-        )  # fmt: skip
-        return
-    run_on_ranks(
-        "rekls", ranks, json, {name: options[name] for name in ("repeats", "warm_steps", "blocks")},
-        lambda size: matrix.layouts(size, options["blocks"]),
-        lambda world, report: matrix.run(world, report, **options),
-    )  # fmt: skip
+        run_on_ranks("rekls --quality", ranks, json, options, quality_of.run, **options)
+    else:
+        facts = {name: options[name] for name in ("repeats", "warm_steps", "blocks")}
+        run_on_ranks("rekls", ranks, json, facts, matrix.run, **options)
 
 
 def bench_step(
@@ -211,18 +185,14 @@ def bench_step(
     """
     check_at_least(1, repeats=repeats, width=width, blocks=blocks, rows=rows, vocabulary=vocabulary, tokens=tokens)
     check_at_least(0, warm_steps=warm_steps)
-    check_file("--json", json)
     from weft.bench.ranks import run_on_ranks
-    from weft.bench.step import cases as step
+    from weft.bench.step.cases import run
     from weft.bench.step.runs import Sizes
     from weft.world import Machine
 
     sizes, link = Sizes(width, blocks, rows, vocabulary, tokens), Machine(latency, bandwidth)
-    run_on_ranks(
-        "step", ranks, json, {"repeats": repeats, "warm_steps": warm_steps, **vars(sizes)},
-        lambda size: step.layouts(sizes),
-        lambda world, report: step.run(world, report, repeats, warm_steps, sizes, methods, link),
-    )  # fmt: skip
+    facts = {"repeats": repeats, "warm_steps": warm_steps, **vars(sizes)}
+    run_on_ranks("step", ranks, json, facts, run, repeats, warm_steps, sizes, methods, link)
 
 
 def bench_step_orders(tries: int = 64, json: Json = None) -> None:
@@ -272,16 +242,12 @@ def bench_train(
     """
     check_at_least(1, repeats=repeats, length=length, batch=batch, width=width, layers=layers)
     check_at_least(2, rows=rows)
-    check_file("--json", json)
     from weft.bench.ranks import run_on_ranks
-    from weft.bench.train import cases as train
+    from weft.bench.train.cases import run
 
     settings = {"length": length, "batch": batch, "width": width, "layers": layers}
-    run_on_ranks(
-        "train", None, json, {"repeats": repeats, "warm_steps": warm_steps, "rows": rows, **settings},
-        lambda size: train.layouts(settings, rows),
-        lambda world, report: train.run(world, report, repeats, warm_steps, settings, rows),
-    )  # fmt: skip
+    facts = {"repeats": repeats, "warm_steps": warm_steps, "rows": rows, **settings}
+    run_on_ranks("train", None, json, facts, run, repeats, warm_steps, settings, rows)
 
 
 BENCHES: dict[str, Callable[..., None]] = {

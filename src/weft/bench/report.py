@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,11 +23,21 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: the row's key, the heading and how a value is written."""
+    """A column of the table: the row's key, the heading (None: only in the file) and how a value is written.
+
+    ``value`` finds it in what was measured of a case (`Measured`), where without it the key is the name of it.
+    """
 
     key: str
-    heading: str
-    form: str
+    heading: str | None
+    form: str = "{}"
+    value: Callable[[Any], Any] | None = None
+
+    def find(self, measured: Any, known: Mapping[str, Any]) -> Any:
+        """The value of a case, if it is not ``known`` already."""
+        if self.key in known:
+            return known[self.key]
+        return getattr(measured, self.key) if self.value is None else self.value(measured)
 
 
 @dataclass(frozen=True)
@@ -87,13 +97,14 @@ class Report:
 
 def _draw(layout: Layout, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=layout.title)
-    for column in layout.columns:
-        table.add_column(column.heading, justify="left" if column.form == "{}" else "right")
+    columns = [column for column in layout.columns if column.heading is not None]
+    for column in columns:
+        table.add_column(column.heading or "", justify="left" if column.form == "{}" else "right")
     group = [row[layout.columns[0].key] for row in rows]
     for index, row in enumerate(rows):
         if index and group[index] != group[index - 1] and len(set(group)) < len(group):
             table.add_section()
-        cells = ((column, row.get(column.key)) for column in layout.columns)
+        cells = ((column, row.get(column.key)) for column in columns)
         table.add_row(*("" if value is None else column.form.format(value) for column, value in cells))
     return table
 

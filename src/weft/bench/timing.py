@@ -7,15 +7,35 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from weft.comm import Axis, Ledger, record
 
-Case = Callable[[], object]
+T = TypeVar("T")
+Case = Callable[[], Any]
 _BYTES_SENT = 200  # where tcpi_bytes_sent stands in Linux' struct tcp_info
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of a case on one rank: seconds of time and of CPU, and what it sent by the ledger and by the kernel.
+
+    ``machine``: seconds of CPU that all processes of the machine used meanwhile. ``result``: what the case returned.
+    """
+
+    wall: float
+    cpu: float = 0.0
+    ledger: Ledger = field(default_factory=Ledger)
+    kernel_sent: int | None = None
+    machine: float | None = None
+    result: Any = None
 
 
 def line_up(axis: Axis) -> None:
@@ -27,27 +47,65 @@ def line_up(axis: Axis) -> None:
         step *= 2
 
 
-def take_turns(axis: Axis, cases: Mapping[str, Case], calls: int = 1, turn: int = 0) -> dict[str, float]:
-    """Seconds a call of each case on this rank, the mean of ``calls``; the order is the same on every rank.
+def take_turns(
+    axis: Axis, make: Callable[..., Mapping[str, Case]], args: Sequence[Any], calls: int, turn: int
+) -> dict[str, Sample]:
+    """Seconds of a call of each case of ``make(axis, *args)`` on this rank, the mean of ``calls``; nothing is recorded.
 
     Everybody lines up before every call, so that a rank cannot run ahead and hide what a call costs the others.
-    ``turn`` says which case begins: what follows what must not favour any.
+    The order is the same on every rank. ``turn`` says which case begins: what follows what must not favour any.
     """
+    cases = make(axis, *args)
     seconds = dict.fromkeys(cases, 0.0)
-    order = list(cases.items())
     for call in range(calls):
-        first = (turn * calls + call) % len(order)
-        for name, case in order[first:] + order[:first]:
+        for name in in_turn(list(cases), turn * calls + call):
             line_up(axis)
             start = time.perf_counter()
-            case()
+            cases[name]()
             seconds[name] += (time.perf_counter() - start) / calls
-    return seconds
+    return {name: Sample(wall) for name, wall in seconds.items()}
 
 
-def examine(cases: Mapping[str, Case]) -> dict[str, tuple[Ledger, int | None]]:
-    """What each case sends, and how much memory it takes beyond its inputs."""
-    facts = {}
+def in_turn(names: list[T], turn: int) -> list[T]:
+    """The same, beginning with another in each turn."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
+
+
+def measure_each(axis: Axis, names: list[str], ready: Callable[[str], Case | None], turn: int) -> dict[str, Sample]:
+    """One recorded call of each case, which ``ready(name)`` makes beforehand.
+
+    None has no work for this rank, which waits meanwhile and uses no processor.
+    """
+    found = {}
+    for name in in_turn(names, turn):
+        case = ready(name)
+        if case is not None:
+            found[name] = measure(axis, case)
+        else:
+            line_up(axis)
+            line_up(axis)
+        del case  # what it holds may be large
+    return {name: found[name] for name in names if name in found}
+
+
+def measure(axis: Axis, case: Case) -> Sample:
+    """One recorded call, everybody lined up before and after it."""
+    line_up(axis)
+    before, busy = sent_bytes(), busy_seconds()
+    with record() as ledger:
+        cpu, wall = time.process_time(), time.perf_counter()
+        result = case()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    line_up(axis)
+    after, used = sent_bytes(), busy_seconds()
+    kernel = None if before is None or after is None else after - before
+    return Sample(wall, cpu, ledger, kernel, None if busy is None or used is None else used - busy, result)
+
+
+def examine(axis: Axis, make: Callable[..., Mapping[str, Case]], *args: Any) -> dict[str, tuple[Ledger, int | None]]:
+    """What each case of ``make(axis, *args)`` sends, and how much memory it takes beyond its inputs."""
+    facts, cases = {}, make(axis, *args)
     for case in cases.values():
         case()  # the first call sets up what later ones reuse
     for name, case in cases.items():
@@ -55,6 +113,23 @@ def examine(cases: Mapping[str, Case]) -> dict[str, tuple[Ledger, int | None]]:
             peak = peak_memory(case)
         facts[name] = ledger, peak
     return facts
+
+
+def forward_and_backward(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Case:
+    """Of an attention whose output is shaped as its first input; gradients of all inputs."""
+    grad = torch.ones_like(inputs[0])
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, grad)
+
+
+@contextmanager
+def use_threads(threads: int) -> Iterator[None]:
+    """As many threads for torch's operators."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def busy_seconds() -> float | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from weft.bench.attention import baselines
 from weft.bench.attention.baselines import Baseline, options_for
-from weft.bench.ranks import RankPool, by_case, take_samples
+from weft.bench.ranks import Measured, RankPool, describe_cases, fill_table
 from weft.bench.report import Column, Layout, Report
-from weft.bench.timing import Case, examine, take_turns
-from weft.comm import Axis, Ledger
+from weft.bench.timing import Case, examine, forward_and_backward, take_turns, use_threads
+from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.ops.attention import attention
 from weft.ops.sequence import shard
@@ -22,66 +20,39 @@ from weft.ops.sequence import shard
 HEADS, KV_HEADS, DIM = 8, 2, 64
 ALONE = "one process, {} threads"
 BOUND = "no communication, {}"
+OURS = "weft gather, zigzag"
 
 COLUMNS = (
-    Column("case", "causal, forward + backward", "{}"),
+    Column("case", "causal, forward + backward"),
     Column("milliseconds", "ms", "{:.1f}"),
-    Column("to_one", "x one process", "{:.3f}"),
-    Column("to_bound", "x its own work", "{:.3f}"),
-    Column("to_weft", "x weft zigzag gather", "{:.3f}"),
+    Column("to_one", "x one process", "{:.3f}", lambda m: m.times(ALONE.format(len(m.turns[0])))),
+    Column("to_bound", "x its own work", "{:.3f}", lambda m: _to_bound(m)),
+    Column("to_weft", "x weft zigzag gather", "{:.3f}", lambda m: m.times(OURS)),
     Column("bytes_sent", "bytes sent", "{:,}"),
     Column("peak_megabytes", "peak MB", "{:.0f}"),
 )
-OURS = "weft gather, zigzag"
 
 
-def layouts(ranks: int, tokens: int) -> dict[str, Layout]:
-    """The table of this benchmark."""
-    shape = f"B1 S{tokens} in all, H{HEADS} Hk{KV_HEADS} D{DIM} fp32"
-    return {"attention": Layout(f"softmax attention on {ranks} ranks, {shape}", COLUMNS)}
+def _to_bound(measured: Measured) -> float | None:
+    if measured.case.startswith(("one", "no", "weft ulysses")):
+        return None
+    return measured.times(BOUND.format("zigzag" if "zigzag" in measured.case else "contiguous"))
 
 
 def run(pool: RankPool, report: Report, repeats: int, tokens: int) -> None:
     """Measure; the rows are kept as far as they were measured."""
     if tokens % (2 * pool.size):
         raise ValueError(f"bench attention: --tokens {tokens} must be a multiple of twice the {pool.size} ranks")
-    samples: list[dict[str, float]] = []
+    shape = f"B1 S{tokens} in all, H{HEADS} Hk{KV_HEADS} D{DIM} fp32"
+    report.tables["attention"] = Layout(f"softmax attention on {pool.size} ranks, {shape}", COLUMNS)
     with report.progress(repeats, "attention") as advance:
-        facts = pool.run(inspect, tokens)
-        try:
-            for seconds in take_samples(pool, sample, [tokens], repeats, advance):
-                samples.append(seconds)
-        finally:
-            for row in _rows(by_case(samples), facts, pool.size) if samples else ():
-                report.add("attention", row)
+        facts = describe_cases(pool.run(examine, make_cases, tokens))
+        take = partial(pool.run, take_turns, make_cases, [tokens], 1)
+        fill_table(report, "attention", take, repeats, advance, facts)
 
 
-def _rows(samples: dict[str, list[float]], facts: list[Any], size: int) -> list[dict[str, Any]]:
-    def ratio(name: str, base: str) -> float:
-        return statistics.median(a / b for a, b in zip(samples[name], samples[base], strict=True))
-
-    rows = []
-    for name in samples:
-        peaks = [fact[name][1] for fact in facts if fact[name][1] is not None]
-        layout = "zigzag" if "zigzag" in name else "contiguous"
-        rows.append({
-            "case": name,
-            "milliseconds": statistics.median(samples[name]) * 1e3,
-            "to_one": ratio(name, ALONE.format(size)),
-            "to_bound": None if name.startswith(("one", "no", "weft ulysses")) else ratio(name, BOUND.format(layout)),
-            "to_weft": ratio(name, OURS),
-            "bytes_sent": max(fact[name][0].bytes_sent for fact in facts),
-            "peak_megabytes": max(peaks) / 1e6 if peaks else None,
-        })  # fmt: skip
-    return rows
-
-
-def _step(attend: Callable[..., Any], inputs: list[Tensor]) -> Case:
-    grad = torch.ones_like(inputs[0])
-    return lambda: torch.autograd.grad(attend(*inputs), inputs, grad)
-
-
-def _cases(axis: Axis, tokens: int) -> dict[str, Case]:
+def make_cases(axis: Axis, tokens: int) -> dict[str, Case]:
+    """One process, no communication, weft's methods and the baselines: forward and backward on this rank."""
     make = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, tokens, heads, DIM, generator=make) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     alone = Axis.over(SoloWire())
@@ -90,10 +61,8 @@ def _cases(axis: Axis, tokens: int) -> dict[str, Case]:
     def one_process() -> None:
         """The whole sequence on rank 0, with a thread for every rank; the others wait."""
         if axis.rank == 0:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(axis.size)
-            _step(lambda *t: attention(*t, causal=True, group=alone), everything)()
-            torch.set_num_threads(threads)
+            with use_threads(axis.size):
+                forward_and_backward(lambda *t: attention(*t, causal=True, group=alone), everything)()
 
     local = {
         layout: [shard(t, 1, layout=layout, group=axis).requires_grad_() for t in whole]
@@ -101,11 +70,12 @@ def _cases(axis: Axis, tokens: int) -> dict[str, Case]:
     }
 
     def weft_by(method: str, layout: str) -> Case:
-        return _step(lambda *t: attention(*t, causal=True, layout=layout, method=method, group=axis), local[layout])
+        attend = partial(attention, causal=True, layout=layout, method=method, group=axis)
+        return forward_and_backward(attend, local[layout])
 
     def baseline(schedule: Any, layout: str, strides: tuple[int, ...] = (KV_HEADS,)) -> Case:
         options = options_for(local[layout][0], local[layout][1], layout, strides)
-        return _step(lambda *t: Baseline.apply(*t, options, axis, schedule), local[layout])
+        return forward_and_backward(lambda *t: Baseline.apply(*t, options, axis, schedule), local[layout])
 
     cases: dict[str, Case] = {ALONE.format(axis.size): one_process}
     for layout in local:
@@ -119,13 +89,3 @@ def _cases(axis: Axis, tokens: int) -> dict[str, Case]:
     cases["ring, contiguous"] = baseline(baselines.ring, "contiguous")
     cases["zigzag ring"] = baseline(baselines.ring, "zigzag")
     return cases
-
-
-def inspect(axis: Axis, tokens: int) -> dict[str, tuple[Ledger, int | None]]:
-    """What each case sends, and its memory."""
-    return examine(_cases(axis, tokens))
-
-
-def sample(axis: Axis, tokens: int, turn: int) -> dict[str, float]:
-    """One interleaved sample of every case."""
-    return take_turns(axis, _cases(axis, tokens), turn=turn)

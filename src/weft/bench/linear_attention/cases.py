@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from weft.bench.linear_attention import gpu
-from weft.bench.linear_attention.baselines import Baseline, fla
-from weft.bench.ranks import RankPool, by_case, take_samples
+from weft.bench.linear_attention.baselines import Baseline, How, Segments, fla
+from weft.bench.ranks import RankPool, describe_cases, describe_ledgers, fill_table
 from weft.bench.report import Column, Layout, Report
-from weft.bench.timing import Case, examine, take_turns
-from weft.comm import Axis, Ledger
+from weft.bench.timing import Case, Sample, examine, forward_and_backward, take_turns, use_threads
+from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.ops.linear_attention import linear_attention
 from weft.ops.scan import METHODS, Form
@@ -23,57 +22,39 @@ from weft.world.machine import PRESETS
 
 HEADS, DIM, CHUNK = 8, 64, 64
 PRODUCTS = 14  # of chunk x chunk x dim in forward and backward: see `flops`
-
-KERNEL_COLUMNS = (
-    Column("case", "one process, one thread", "{}"),
-    Column("milliseconds", "ms", "{:.1f}"),
-    Column("percent_of_matmul", "% of matmul rate", "{:.0f}"),
-    Column("times_faster", "x faster than fla naive", "{:.1f}"),
-)
-RANK_COLUMNS = (
-    Column("case", "ranks", "{}"),
-    Column("milliseconds", "ms", "{:.1f}"),
-    Column("to_local", "x local work", "{:.3f}"),
-    Column("to_weft", "x weft", "{:.3f}"),
-    Column("bytes_sent", "bytes sent", "{:,}"),
-    Column("rounds", "rounds", "{}"),
-    Column("peak_megabytes", "peak MB", "{:.0f}"),
-)
-
-
 VIRTUAL_TOKENS = 1024
 H100_TOKENS, H100_HEADS, H100_DIM = 4096, 16, 128
 MACHINE = Machine(latency=10e-6, bandwidth=25e9, flops=100e12, memory_bandwidth=1.5e12)
-VIRTUAL_COLUMNS = (
-    Column("case", "virtual ranks", "{}"),
-    Column("microseconds", "virtual us", "{:.0f}"),
-    Column("to_local", "x local work", "{:.2f}"),
-    Column("to_weft", "x weft", "{:.2f}"),
+KERNELS = ("weft, no decay", "weft, constant decay", "weft, scalar gate")
+MATMUL, NAIVE, LOCAL, OURS = "matmul", "fla naive chunk", "no communication", "weft auto"
+
+RANK_COLUMNS = (
+    Column("case", "ranks"),
+    Column("milliseconds", "ms", "{:.1f}"),
+    Column("to_local", "x local work", "{:.3f}", lambda m: m.times(LOCAL)),
+    Column("to_weft", "x weft", "{:.3f}", lambda m: m.times(OURS)),
     Column("bytes_sent", "bytes sent", "{:,}"),
-    Column("rounds", "rounds", "{}"),
+    Column("rounds", "rounds"),
+    Column("peak_megabytes", "peak MB", "{:.0f}"),
+)
+VIRTUAL_COLUMNS = (
+    Column("case", "virtual ranks"),
+    Column("microseconds", "virtual us", "{:.0f}", lambda m: 1e3 * m.milliseconds),
+    Column("to_local", "x local work", "{:.2f}", lambda m: m.times(LOCAL)),
+    Column("to_weft", "x weft", "{:.2f}", lambda m: m.times(OURS)),
+    Column("bytes_sent", "bytes sent", "{:,}"),
+    Column("rounds", "rounds"),
 )
 
 
-def layouts(ranks: int, tokens: int, virtual_ranks: int, h100_ranks: Sequence[int]) -> dict[str, Layout]:
-    """The tables of this benchmark."""
-    fused = f"T{H100_TOKENS} H{H100_HEADS} K=V={H100_DIM} bf16, scalar gate, in virtual time with the Triton kernels"
-    shape = f"H{HEADS} K=V={DIM} fp32, forward + backward"
+def kernel_columns(tokens: int) -> tuple[Column, ...]:
+    """Those of the kernel on so many tokens; the FLOPs of a product of 1024 x 1024 matrices are the measure."""
+    percent = 100 * flops(tokens) / (2 * 1024**3)
     return (
-        {
-            "kernel": Layout(f"the chunked kernel, B1 T{2 * tokens} {shape}", KERNEL_COLUMNS),
-            "ranks": Layout(f"{ranks} ranks of T{tokens}, scalar gate, {shape}", RANK_COLUMNS),
-            "virtual": Layout(
-                f"{virtual_ranks} ranks of T{VIRTUAL_TOKENS} in virtual time: 10 us, 25 GB/s, 100 TFLOP/s, 1.5 TB/s",
-                VIRTUAL_COLUMNS,
-            ),
-        }
-        | {
-            f"h100, {count} ranks": Layout(
-                f"{count} H100 of {fused}: 10 us, 50 GB/s, 495 TFLOP/s, 3.35 TB/s", VIRTUAL_COLUMNS
-            )
-            for count in h100_ranks
-        }
-        | {"gpu": gpu.layout()}
+        Column("case", "one process, one thread"),
+        Column("milliseconds", "ms", "{:.1f}"),
+        Column("percent_of_matmul", "% of matmul rate", "{:.0f}", lambda m: percent * m.faster_than(MATMUL)),
+        Column("times_faster", "x faster than fla naive", "{:.1f}", lambda m: m.faster_than(NAIVE)),
     )
 
 
@@ -85,88 +66,45 @@ def flops(tokens: int) -> int:
 def run(
     pool: RankPool, report: Report, repeats: int, tokens: int, virtual_ranks: int, h100_ranks: Sequence[int]
 ) -> None:
-    """Measure both tables; a table's rows are kept as far as they were measured."""
+    """Measure the kernel and the ranks; a table's rows are kept as far as they were measured. Then simulate."""
+    shape = f"H{HEADS} K=V={DIM} fp32, forward + backward"
+    report.tables["kernel"] = Layout(f"the chunked kernel, B1 T{2 * tokens} {shape}", kernel_columns(2 * tokens))
+    report.tables["ranks"] = Layout(f"{pool.size} ranks of T{tokens}, scalar gate, {shape}", RANK_COLUMNS)
     with report.progress(2 * repeats, "linear attention") as advance:
-        for table, measure, rows in (
-            ("kernel", sample_kernel, _kernel_rows),
-            ("ranks", sample_ranks, _rank_rows),
-        ):
-            samples: list[dict[str, float]] = []
-            facts = pool.run(inspect, tokens) if table == "ranks" else []
-            try:
-                for seconds in take_samples(pool, measure, [tokens], repeats, advance):
-                    samples.append(seconds)
-            finally:
-                for row in rows(by_case(samples), facts, tokens) if samples else ():
-                    report.add(table, row)
+        take = partial(pool.run, sample_kernel, tokens)
+        fill_table(report, "kernel", take, repeats, advance, {kernel: {} for kernel in (*KERNELS, NAIVE)})
+        facts = describe_cases(pool.run(examine, make_cases, tokens))
+        take = partial(pool.run, take_turns, make_cases, [tokens], 1)
+        fill_table(report, "ranks", take, repeats, advance, facts)
     if pool.reports:
-        simulate(report, "virtual", virtual_ranks, MACHINE, lambda axis: _rank_cases(axis, VIRTUAL_TOKENS, "meta"))
+        title = f"{virtual_ranks} ranks of T{VIRTUAL_TOKENS} in virtual time: 10 us, 25 GB/s, 100 TFLOP/s, 1.5 TB/s"
+        report.tables["virtual"] = Layout(title, VIRTUAL_COLUMNS)
+        simulate(report, "virtual", virtual_ranks, MACHINE, lambda axis: make_cases(axis, VIRTUAL_TOKENS, "meta"))
+        shape = f"T{H100_TOKENS} H{H100_HEADS} K=V={H100_DIM} bf16, scalar gate"
+        where = "in virtual time with the Triton kernels"
         for count in h100_ranks:
+            title = f"{count} H100 of {shape}, {where}: 10 us, 50 GB/s, 495 TFLOP/s, 3.35 TB/s"
+            report.tables[f"h100, {count} ranks"] = Layout(title, VIRTUAL_COLUMNS)
             simulate(report, f"h100, {count} ranks", count, PRESETS["h100"], _h100_cases)
         gpu.run(report, repeats)
 
 
 def _h100_cases(axis: Axis) -> dict[str, Case]:
     """As on a GPU: Triton's kernels, which meta tensors only count."""
-    return _rank_cases(axis, H100_TOKENS, "meta", H100_HEADS, H100_DIM, torch.bfloat16, "triton")
+    return make_cases(axis, H100_TOKENS, "meta", H100_HEADS, H100_DIM, torch.bfloat16, "triton")
 
 
 def simulate(
     report: Report, table: str, ranks: int, machine: Machine, cases: Callable[[Axis], dict[str, Case]]
 ) -> None:
     """The same cases on many ranks in virtual time, where the length of a chain shows."""
-    results = {}
     methods = {f"weft {method}" for method in METHODS}
-    for name in (name for name in cases(Axis.over(SoloWire())) if name not in methods):
-
-        def program(axis: Axis, name: str = name) -> None:
-            cases(axis)[name]()
-
-        results[name] = VirtualWorld(ranks, machine).run(program)
-    elapsed = {name: result.elapsed or 0.0 for name, result in results.items()}
-    for name, result in results.items():
-        report.add(table, {
-            "case": name,
-            "microseconds": elapsed[name] * 1e6,
-            "to_local": elapsed[name] / elapsed["no communication"],
-            "to_weft": elapsed[name] / elapsed["weft auto"],
-            "bytes_sent": max(ledger.bytes_sent for ledger in result.ledgers),
-            "rounds": Ledger.merge(result.ledgers).rounds,
-        })  # fmt: skip
-
-
-def _kernel_rows(samples: dict[str, list[float]], facts: list[Any], tokens: int) -> list[dict[str, Any]]:
-    rate = [2 * 1024**3 / seconds for seconds in samples["matmul"]]
-    rows = []
-    for name in (name for name in samples if name != "matmul"):
-        shares = [flops(2 * tokens) / s / r for s, r in zip(samples[name], rate, strict=True)]
-        row = {"case": name, "milliseconds": statistics.median(samples[name]) * 1e3,
-               "percent_of_matmul": 100 * statistics.median(shares)}  # fmt: skip
-        if "fla naive chunk" in samples:
-            naive = zip(samples["fla naive chunk"], samples[name], strict=True)
-            row["times_faster"] = statistics.median(theirs / ours for theirs, ours in naive)
-        rows.append(row)
-    return rows
-
-
-def _rank_rows(samples: dict[str, list[float]], facts: list[Any], tokens: int) -> list[dict[str, Any]]:
-    def ratio(name: str, base: str) -> float:
-        return statistics.median(a / b for a, b in zip(samples[name], samples[base], strict=True))
-
-    rows = []
-    for name in samples:
-        ledgers = [fact[name][0] for fact in facts]
-        peaks = [fact[name][1] for fact in facts if fact[name][1] is not None]
-        rows.append({
-            "case": name,
-            "milliseconds": statistics.median(samples[name]) * 1e3,
-            "to_local": ratio(name, "no communication"),
-            "to_weft": ratio(name, "weft auto"),
-            "bytes_sent": max(ledger.bytes_sent for ledger in ledgers),
-            "rounds": Ledger.merge(ledgers).rounds,
-            "peak_megabytes": max(peaks) / 1e6 if peaks else None,
-        })  # fmt: skip
-    return rows
+    names = [name for name in cases(Axis.over(SoloWire())) if name not in methods]
+    world = VirtualWorld(ranks, machine)
+    results = {name: world.run(lambda axis, name=name: cases(axis)[name]()) for name in names}  # type: ignore[misc]
+    elapsed = {name: Sample(result.elapsed or 0.0) for name, result in results.items()}
+    facts = {name: describe_ledgers(result.ledgers) for name, result in results.items()}
+    fill_table(report, table, lambda turn: [elapsed], 1, lambda: None, facts, warm_ups=0)
 
 
 def _inputs(
@@ -179,69 +117,50 @@ def _inputs(
     return [t.requires_grad_() for t in [*tensors, gate]]
 
 
-def _step(attend: Callable[..., Tensor], inputs: list[Tensor]) -> Case:
-    """Forward and backward of every input."""
-    grad = torch.ones_like(inputs[2])
-    return lambda: torch.autograd.grad(attend(*inputs), inputs, grad)
-
-
-def sample_kernel(axis: Axis, tokens: int, turn: int) -> dict[str, float]:
-    """On rank 0, alone: the kernel by decay class, fla's naive chunked op if it is installed, and a matmul."""
-    if axis.rank > 0:
-        return {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _kernel_cases(tokens: int) -> dict[str, Case]:
+    """The kernel by decay class, fla's naive chunked op if it is installed, and a matmul."""
     alone = Axis.over(SoloWire())
     inputs = _inputs(2 * tokens, seed=0)
-    q, k, v = inputs[:3]
-
-    def attend(*tensors: Tensor) -> Tensor:
-        return linear_attention(*tensors, group=alone)[0]
-
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     constant = torch.full((HEADS,), -0.05).requires_grad_()
-    cases: dict[str, Case] = {
-        "matmul": lambda: a @ b,
-        "weft, no decay": _step(attend, [q, k, v]),
-        "weft, constant decay": _step(attend, [q, k, v, constant]),
-        "weft, scalar gate": _step(attend, inputs),
-    }
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    cases: dict[str, Case] = {MATMUL: lambda: a @ b}
+    for name, tensors in zip(KERNELS, (inputs[:3], [*inputs[:3], constant], inputs), strict=True):
+        cases[name] = forward_and_backward(lambda *t: linear_attention(*t, group=alone)[0], tensors)
     # Of fla's chunked ops the one in plain PyTorch runs on a CPU.
     if naive := fla("fla.ops.simple_gla.naive", "naive_chunk_simple_gla"):
-        cases["fla naive chunk"] = _step(lambda *t: naive(*t)[0], inputs)
-    try:
-        return take_turns(alone, cases, turn=turn)
-    finally:
-        torch.set_num_threads(threads)
+        cases[NAIVE] = forward_and_backward(lambda *t: naive(*t)[0], inputs)
+    return cases
 
 
-def _rank_cases(
+def sample_kernel(axis: Axis, tokens: int, turn: int) -> dict[str, Sample]:
+    """On rank 0, alone, with one thread."""
+    if axis.rank > 0:
+        return {}
+    with use_threads(1):
+        return take_turns(Axis.over(SoloWire()), lambda _: _kernel_cases(tokens), [], 1, turn)
+
+
+def make_cases(
     axis: Axis, tokens: int, device: str = "cpu", heads: int = HEADS, dim: int = DIM,
     dtype: torch.dtype = torch.float32, backend: str = "torch",
 ) -> dict[str, Case]:  # fmt: skip
+    """Weft's methods, the baselines and the same work without communication."""
     inputs = _inputs(tokens, axis.rank, device, heads, dim, dtype)
     alone = Axis.over(SoloWire())
     blocks = max(2, Form.of(torch.empty(heads, dim, dim, device="meta")).default_blocks)
 
     def weft_by(method: str, group: Axis) -> Case:
-        return _step(lambda *t: linear_attention(*t, method=method, backend=backend, group=group)[0], inputs)
+        attend = partial(linear_attention, method=method, backend=backend, group=group)
+        return forward_and_backward(lambda *t: attend(*t)[0], inputs)
 
-    cases = {"no communication": weft_by("auto", alone), "weft auto": weft_by("auto", axis)}
+    cases = {LOCAL: weft_by("auto", alone), OURS: weft_by("auto", axis)}
     cases |= {f"weft {method}": weft_by(method, axis) for method in METHODS}
+    here = Segments((tokens,), axis.rank > 0, axis.rank + 1 < axis.size)
     for name, schedule in (
         ("LASP: ring, receive first", "lasp"),
         ("LASP-2: blocking all-gather", "lasp2"),
         ("ZeCO: chain in blocks", "zeco"),
     ):
-        cases[name] = _step(lambda *t, s=schedule: Baseline.apply(*t, axis, s, blocks, backend), inputs)
+        how = How(schedule, here, dim**-0.5, backend, blocks)
+        cases[name] = forward_and_backward(lambda *t, how=how: Baseline.apply(*t, axis, how), inputs)
     return cases
-
-
-def inspect(axis: Axis, tokens: int) -> dict[str, tuple[Ledger, int | None]]:
-    """What each case sends, and its memory."""
-    return examine(_rank_cases(axis, tokens))
-
-
-def sample_ranks(axis: Axis, tokens: int, turn: int) -> dict[str, float]:
-    """One interleaved sample of weft's methods, the baselines and the same work without communication."""
-    return take_turns(axis, _rank_cases(axis, tokens), turn=turn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.bench.report import Column, Layout, Report
-from weft.world.machine import PRESETS, Machine
+from weft.world.machine import PRESETS
 
 if TYPE_CHECKING:
     from weft.ops.linear_attention.fused.ahead import Compiled, Counted, Shape
 
 COLUMNS = (
-    Column("decay", "decay", "{}"),
-    Column("kernel", "kernel", "{}"),
-    Column("target", "sm", "{}"),
-    Column("shape", "K=V, chunk, dtype", "{}"),
+    Column("decay", "decay"),
+    Column("kernel", "kernel"),
+    Column("target", "sm"),
+    Column("shape", "K=V, chunk, dtype"),
     Column("registers", "regs", "{:d}"),
     Column("spilled", "spill", "{:d}"),
     Column("shared_kilobytes", "smem KB", "{:.0f}"),
@@ -29,9 +31,9 @@ COLUMNS = (
     Column("percent_of_roof", "% of roof", "{:.0f}"),
 )
 PHASE_COLUMNS = (
-    Column("decay", "decay", "{}"),
-    Column("shape", "K=V, chunk, dtype", "{}"),
-    Column("phase", "phase", "{}"),
+    Column("decay", "decay"),
+    Column("shape", "K=V, chunk, dtype"),
+    Column("phase", "phase"),
     Column("launches", "launches", "{:d}"),
     Column("bytes", "bytes", "{:,.0f}"),
     Column("least_bytes", "least", "{:,.0f}"),
@@ -54,10 +56,6 @@ class Gpu:
     registers: int = 65536
     warps: int = 64
     programs: int = 32
-
-    @property
-    def machine(self) -> Machine:
-        return PRESETS[self.preset]
 
     def resident(self, registers: int, shared: int, warps: int) -> int:
         """Programs a multiprocessor holds at once; it hands out registers by 8 for each thread, shared memory by KB."""
@@ -93,10 +91,7 @@ def shapes(
                 raise ValueError(f"{word} {name!r} is not one of {', '.join(known)}")
     return [
         Shape(decay, dim, dim, chunk, DTYPES[dtype], heads=heads, tokens=tokens)
-        for decay in decays
-        for dim in dims
-        for chunk in chunks
-        for dtype in dtypes
+        for decay, dim, chunk, dtype in itertools.product(decays, dims, chunks, dtypes)
     ]
 
 
@@ -136,10 +131,8 @@ def describe(shape: Shape, one: Counted, compiled: Compiled, capability: int) ->
     left when the last wave of programs does not fill all multiprocessors.
     """
     gpu = GPUS[capability]
-    machine = gpu.machine
-    programs = 1
-    for count in one.launch.grid:
-        programs *= count
+    machine = PRESETS[gpu.preset]
+    programs = math.prod(one.launch.grid)
     resident = gpu.resident(compiled.registers, compiled.shared, one.launch.warps)
     at_once = max(1, resident * gpu.processors)
     back = {"chunk_states": " (q, do)", "scan_pieces": " (back)", "output_intra": " (dv)", "output_inter": " (dv)"}

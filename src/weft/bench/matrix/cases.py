@@ -10,31 +10,33 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.bench.matrix.replicated import ReplicatedREKLS
-from weft.bench.ranks import RankPool
+from weft.bench.ranks import Measured, RankPool, fill_table, highest_megabytes, ratio
 from weft.bench.report import Column, Layout, Report
-from weft.bench.timing import line_up
-from weft.comm import Axis, record
+from weft.bench.timing import Case, Sample, measure_each, use_threads
+from weft.comm import Axis
 from weft.optim import REKLS
 
 SHAPES = ((3, 1, 0), (1, 1, 1), (4, 1, 0), (1, 4, 1))  # qkv, projection, up, down: rows, columns (x h), cut along
 COLUMNS = (
-    Column("case", "width", "{}"),
-    Column("method", "method", "{}"),
+    Column("case", "width"),
+    Column("method", "method"),
     Column("cpu_milliseconds", "CPU ms", "{:,.0f}"),
-    Column("less_cpu", "x less CPU", "{:.2f}"),
+    Column("less_cpu", "x less CPU", "{:.2f}", lambda m: ratio(m.cpu(METHODS[m.case].baseline), m.cpu())),
     Column("milliseconds", "wall ms", "{:,.0f}"),
-    Column("to_one_thread", "x 1 thread", "{:.2f}"),
-    Column("to_two_threads", "x 2 threads", "{:.2f}"),
+    Column("to_one_thread", "x 1 thread", "{:.2f}", lambda m: m.faster_than(METHODS[m.case].serial + "1 thread")),
+    Column("to_two_threads", "x 2 threads", "{:.2f}", lambda m: m.faster_than(METHODS[m.case].serial + "2 threads")),
     Column("megabytes", "MB sent", "{:,.2f}"),
     Column("state_megabytes", "MB state", "{:,.1f}"),
-    Column("eigh_share", "eigh", "{:.0%}"),
-    Column("busiest", "busiest", "{:.2f}"),
+    Column("eigh_share", "eigh", "{:.0%}", lambda m: ratio(list(map(sum, _eigh(m))), m.cpu())),
+    Column("busiest", "busiest", "{:.2f}", lambda m: statistics.median(max(s) * len(s) / sum(s) for s in _eigh(m))),
+    Column("samples", None),
 )
 
 
@@ -43,7 +45,7 @@ class Method:
     """An optimizer ("replicated", or a variant of `REKLS`) on the first data x tensor ranks.
 
     ``averaged_first``: gradients are averaged over the data ranks by an all-reduce, then every replica steps alone.
-    ``baseline``: the method whose CPU its own is compared with. ``to_serial``: compare times with the serial runs.
+    ``baseline``: the method whose CPU its own is compared with. ``serial``: how the names begin of those whose time is.
     """
 
     name: str
@@ -52,22 +54,12 @@ class Method:
     tensor: int = 1
     threads: int = 1
     averaged_first: bool = False
-    baseline: str | None = None
-    to_serial: bool = False
+    baseline: str = ""
+    serial: str = ""
 
     @property
     def ranks(self) -> int:
         return self.data * self.tensor
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One step on one rank: seconds of CPU, of time, of CPU within eigh; bytes sent."""
-
-    cpu: float
-    wall: float
-    eigh: float
-    bytes_sent: int
 
 
 class Run:
@@ -103,10 +95,13 @@ class Run:
         for (weight, _), grad in zip(self.parameters, self._shards(make), strict=True):
             weight.grad = grad
 
-    def step(self) -> None:
-        if self.method.averaged_first:
-            self._average()
-        self.optimizer.step()
+    def step(self) -> float:
+        """One step; returns the seconds of CPU within eigh."""
+        with use_threads(self.method.threads), _time_eigh() as within:
+            if self.method.averaged_first:
+                self._average()
+            self.optimizer.step()
+        return sum(within)
 
     def _average(self) -> None:
         """An all-reduce of all gradients as one flat tensor: reduce-scatter, then all-gather."""
@@ -123,48 +118,27 @@ class Run:
 _made: dict[str, Run] = {}  # of this rank: what each method steps
 
 
-def prepare(axis: Axis, methods: list[Method], width: int, blocks: int, warm_steps: int) -> None:
+def prepare(axis: Axis, names: list[str], width: int, blocks: int, warm_steps: int) -> None:
     """Make every method's blocks and step them for a while, so that factors have their full rank."""
     _made.clear()
-    for method in methods:
-        if axis.rank < method.ranks:
-            _made[method.name] = run = Run(axis, method, width, blocks)
+    for name in names:
+        if axis.rank < METHODS[name].ranks:
+            _made[name] = run = Run(axis, METHODS[name], width, blocks)
             for step in range(warm_steps):
                 run.take_gradients(-1 - step)
                 run.step()
 
 
-def sample(axis: Axis, methods: list[Method], turn: int) -> dict[str, Sample]:
-    """One step by each method that has work for this rank. The others wait meanwhile and use no processor."""
-    found = {}
-    for method in methods:
-        run = _made.get(method.name)
-        if run is not None:
-            run.take_gradients(turn)
-        line_up(axis)
-        if run is not None:
-            found[method.name] = _measure(run)
-        line_up(axis)
-    return found
+def sample(axis: Axis, names: list[str], turn: int) -> dict[str, Sample]:
+    """One step by each method that has work for this rank."""
 
+    def ready(name: str) -> Case | None:
+        if name not in _made:
+            return None
+        _made[name].take_gradients(turn)
+        return _made[name].step
 
-def _measure(run: Run) -> Sample:
-    with use_threads(run.method.threads), record() as ledger, _time_eigh() as within:
-        cpu, wall = time.process_time(), time.perf_counter()
-        run.step()
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return Sample(cpu, wall, sum(within), ledger.bytes_sent)
-
-
-@contextmanager
-def use_threads(threads: int) -> Iterator[None]:
-    """As many threads for torch's operators."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return measure_each(axis, names, ready, turn)
 
 
 @contextmanager
@@ -188,85 +162,43 @@ def _time_eigh() -> Iterator[list[float]]:
 
 def inspect(axis: Axis) -> dict[str, int]:
     """Bytes of the state that each method's optimizer keeps on this rank between steps."""
-    kept = {
-        name: [one for state in run.optimizer.state.values() for one in state.values()] for name, run in _made.items()
+    return {
+        name: sum(one.untyped_storage().nbytes() for state in run.optimizer.state.values() for one in state.values())
+        for name, run in _made.items()
     }
-    return {name: sum(one.untyped_storage().nbytes() for one in tensors) for name, tensors in kept.items()}
 
 
-def _methods() -> list[Method]:
-    found = [Method(f"replicated, tensor {size}", "replicated", tensor=size) for size in (2, 4)]
+def _methods() -> Iterator[Method]:
+    for size in (2, 4):
+        yield Method(f"replicated, tensor {size}", "replicated", tensor=size)
     for variant in ("exact", "stable"):
-        for threads in (1, 2):
-            found.append(Method(f"{variant}, serial, {threads} thread{'s' * (threads > 1)}", variant, threads=threads))
+        serial, replicas = f"{variant}, serial, ", f"{variant}, 2 replicas of tensor 2"
+        yield Method(serial + "1 thread", variant, threads=1)
+        yield Method(serial + "2 threads", variant, threads=2)
         for size in (2, 4):
             baseline = f"replicated, tensor {size}"
-            name = f"{variant}, tensor {size}"
-            found.append(Method(name, variant, tensor=size, baseline=baseline, to_serial=True))
-        replicas = f"{variant}, 2 replicas of tensor 2"
-        found.append(Method(replicas, variant, data=2, tensor=2, averaged_first=True))
-        found.append(Method(f"{variant}, data 2 x tensor 2", variant, data=2, tensor=2, baseline=replicas))
-    return found
+            yield Method(f"{variant}, tensor {size}", variant, tensor=size, baseline=baseline, serial=serial)
+        yield Method(replicas, variant, data=2, tensor=2, averaged_first=True)
+        yield Method(f"{variant}, data 2 x tensor 2", variant, data=2, tensor=2, baseline=replicas)
 
 
-METHODS = _methods()
-
-
-def layouts(ranks: int, blocks: int) -> dict[str, Layout]:
-    """The table of this benchmark."""
-    return {"rekls": Layout(f"one step of REKLS for {blocks} transformer blocks on up to {ranks} ranks", COLUMNS)}
+METHODS: dict[str, Method] = {method.name: method for method in _methods()}
 
 
 def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, widths: tuple[int, ...], blocks: int) -> None:
     """Measure, adding the rows of a width as soon as it is done. Methods take turns; ranks without work wait."""
-    methods = [method for method in METHODS if method.ranks <= pool.size]
+    title = f"one step of REKLS for {blocks} transformer blocks on up to {pool.size} ranks"
+    report.tables["rekls"] = Layout(title, COLUMNS)
+    names = [name for name, method in METHODS.items() if method.ranks <= pool.size]
     with report.progress(len(widths) * repeats, "rekls") as advance:
         for width in widths:
-            pool.run(prepare, methods, width, blocks, warm_steps)
-            state: list[dict[str, int]] = pool.run(inspect)
-            samples: list[list[dict[str, Sample]]] = []
-            try:
-                for turn in range(repeats + 1):
-                    first = turn % len(methods)
-                    taken = pool.run(sample, methods[first:] + methods[:first], turn)
-                    if turn:  # the first warms up
-                        samples.append(taken)
-                        advance()
-            finally:  # Ctrl-C keeps what was measured
-                for method in methods if samples else ():
-                    report.add("rekls", _row(width, method, samples, state))
+            pool.run(prepare, names, width, blocks, warm_steps)
+            state = pool.run(inspect)
+            sizes = {name: highest_megabytes(rank.get(name) for rank in state) for name in names}
+            facts = {name: {"case": f"h {width}", "method": name, "state_megabytes": sizes[name]} for name in names}
+            fill_table(report, "rekls", partial(pool.run, sample, names), repeats, advance, facts)
 
 
-def _row(
-    width: int, method: Method, samples: list[list[dict[str, Sample]]], state: list[dict[str, int]]
-) -> dict[str, Any]:
-    """``samples[turn][rank][method]``. Ratios are taken sample by sample: what else the machine did slowed both."""
-
-    def turns(name: str) -> list[list[Sample]]:
-        return [[rank[name] for rank in turn if name in rank] for turn in samples]
-
-    def cpu(name: str) -> list[float]:
-        return [sum(part.cpu for part in turn) for turn in turns(name)]
-
-    def wall(name: str) -> list[float]:
-        return [max(part.wall for part in turn) for turn in turns(name)]
-
-    def ratio(others: list[float], mine: list[float]) -> float:
-        return statistics.median(other / own for other, own in zip(others, mine, strict=True))
-
-    name, serial = method.name, f"{method.optimizer}, serial, "
-    eigh = [[part.eigh for part in turn] for turn in turns(name)]
-    return {
-        "case": f"h {width}",
-        "method": name,
-        "cpu_milliseconds": 1e3 * statistics.median(cpu(name)),
-        "less_cpu": ratio(cpu(method.baseline), cpu(name)) if method.baseline else None,
-        "milliseconds": 1e3 * statistics.median(wall(name)),
-        "to_one_thread": ratio(wall(serial + "1 thread"), wall(name)) if method.to_serial else None,
-        "to_two_threads": ratio(wall(serial + "2 threads"), wall(name)) if method.to_serial else None,
-        "megabytes": max(part.bytes_sent for part in turns(name)[-1]) / 1e6,
-        "state_megabytes": max(rank[name] for rank in state if name in rank) / 1e6,
-        "eigh_share": statistics.median(sum(parts) / all_cpu for parts, all_cpu in zip(eigh, cpu(name), strict=True)),
-        "busiest": statistics.median(max(parts) * len(parts) / sum(parts) for parts in eigh),
-        "samples": len(samples),
-    }
+def _eigh(measured: Measured) -> list[list[float]]:
+    """[turn][rank]."""
+    return [[rank.result for rank in turn] for turn in measured.of()]

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.bench.matrix.cases import use_threads
 from weft.bench.matrix.tasks import TASKS
 from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
+from weft.bench.timing import use_threads
 from weft.comm import Axis
 from weft.optim import REKLS
 
@@ -35,18 +35,18 @@ RATES: dict[tuple[str, str], tuple[float, ...]] = {
 SHAPE, PERTURBED_STEPS, PERTURBATION = (64, 128), 20, 1e-6
 
 COLUMNS = (
-    Column("case", "task", "{}"),
-    Column("method", "matrices by", "{}"),
+    Column("case", "task"),
+    Column("method", "matrices by"),
     Column("rate", "best rate", "{:g}"),
     Column("loss", "loss, median", "{:.4f}"),
     Column("lowest", "lowest", "{:.4f}"),
     Column("highest", "highest", "{:.4f}"),
     Column("to_adamw", "- AdamW", "{:+.4f}"),
     Column("cpu_milliseconds", "CPU ms a step", "{:.1f}"),
-    Column("shown", "medians by rate", "{}"),
+    Column("shown", "medians by rate"),
 )
 CONDITIONING = (
-    Column("method", "method", "{}"),
+    Column("method", "method"),
     Column("even", "iid", "{:.0e}"),
     Column("low_rank", "rank 4 + 1 % noise", "{:.0e}"),
     Column("partly_zero", "half the rows, a quarter of the columns zero", "{:.0e}"),
@@ -70,20 +70,15 @@ class Outcome(NamedTuple):
     cpu: float
 
 
-def layouts(seeds: int, steps: int) -> dict[str, Layout]:
-    """The tables of this benchmark."""
-    return {
-        "quality": Layout(f"validation loss after {steps} steps, {seeds} seeds, each method at its best rate", COLUMNS),
-        "conditioning": Layout(
-            f"gradients of {SHAPE[0]} x {SHAPE[1]} changed by {PERTURBATION:g}: change of the weights over their "
-            f"movement after {PERTURBED_STEPS} steps",
-            CONDITIONING,
-        ),
-    }
-
-
 def run(pool: RankPool, report: Report, seeds: int, steps: int) -> None:
     """Train, as many runs at a time as there are ranks, adding a row when a method is done with a task."""
+    title = f"validation loss after {steps} steps, {seeds} seeds, each method at its best rate"
+    report.tables["quality"] = Layout(title, COLUMNS)
+    title = (
+        f"gradients of {SHAPE[0]} x {SHAPE[1]} changed by {PERTURBATION:g}: change of the weights over their "
+        f"movement after {PERTURBED_STEPS} steps"
+    )
+    report.tables["conditioning"] = Layout(title, CONDITIONING)
     total = seeds * sum(len(rates) for rates in RATES.values())
     with report.progress(total, "rekls quality") as advance:
         for row in pool.run(perturb, METHODS)[0]:

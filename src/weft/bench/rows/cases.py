@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.bench.ranks import RankPool
+from weft.bench.ranks import RankPool, fill_table, ratio
 from weft.bench.report import Column, Layout, Report
 from weft.bench.rows.baselines import BASELINES, WholeTable
-from weft.bench.timing import line_up
-from weft.comm import Axis, Ledger, record
+from weft.bench.timing import Sample, line_up, measure_each
+from weft.comm import Axis, Ledger
 from weft.ops.embedding import RowExchange, ShardedEmbedding
 from weft.ops.embedding.ids import compact, segment_sum
 from weft.optim import RowAdam
@@ -61,17 +62,18 @@ CASES = (
 )
 
 COLUMNS = (
-    Column("case", "table, ids of a rank", "{}"),
-    Column("method", "method", "{}"),
+    Column("case", "table, ids of a rank"),
+    Column("method", "method"),
     Column("cpu_milliseconds", "CPU ms", "{:,.0f}"),
-    Column("to_best_today", "x push", "{:.2f}"),
+    Column("to_best_today", "x push", "{:.2f}", lambda m: ratio(m.cpu(), m.cpu(BEST_TODAY))),
     Column("milliseconds", "wall ms", "{:,.0f}"),
     Column("megabytes", "MB sent", "{:,.1f}"),
     Column("density", "density", "{:.1%}"),
-    Column("picked", "steps", "{}"),
+    Column("picked", "steps", "{}", lambda m: ", ".join(_picked(m.of()[-1][0].ledger))),
+    Column("samples", None),
 )
 PHASES = (
-    Column("case", "table, ids of a rank", "{}"),
+    Column("case", "table, ids of a rank"),
     Column("push", "push ms", "{:.1f}"),
     Column("compaction", "of it compaction", "{:.1f}"),
     Column("merge", "of it merge", "{:.1f}"),
@@ -79,54 +81,27 @@ PHASES = (
 )
 
 
-def layouts(ranks: int) -> dict[str, Layout]:
-    """The tables of this benchmark."""
-    return {
-        "rows": Layout(f"one training step of an embedding table on {ranks} ranks", COLUMNS),
-        "phases": Layout("CPU of a push, all ranks: sums over equal ids here and at the owners, and all of it", PHASES),
-    }
+def _picked(ledger: Ledger) -> list[str]:
+    """What RowAdam chose to do, as its events say."""
+    return [event.operation.split(": ")[1] for event in ledger.events if "RowAdam" in event.operation]
 
 
 def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, smaller: int) -> None:
     """Measure, adding the rows of a case as soon as it is done. Methods of a case take turns."""
+    title = "CPU of a push, all ranks: sums over equal ids here and at the owners, and all of it"
+    report.tables["rows"] = Layout(f"one training step of an embedding table on {pool.size} ranks", COLUMNS)
+    report.tables["phases"] = Layout(title, PHASES)
     with report.progress(len(CASES) * repeats, "rows") as advance:
-        for case in CASES:
-            small = Case(case.rows // smaller, case.width, case.dtype, max(1, case.tokens // smaller), case.zipf)
-            names = [*(name for name in BASELINES if fits(small, name, pool.size)), *weft_methods(small)]
-            pool.run(prepare, small, warm_steps)
-            samples: list[list[list[Any]]] = []
-            try:
-                for turn in range(repeats + 1):
-                    taken = pool.run(sample, small, names[turn % len(names) :] + names[: turn % len(names)], turn)
-                    if turn:
-                        samples.append(taken)
-                        advance()
-            finally:
-                for row in _rows(small, samples):
-                    report.add("rows", row)
-            report.add("phases", _phases(small, pool.run(time_push, small)))
-
-
-def _rows(case: Case, samples: list[list[Any]]) -> list[dict[str, Any]]:
-    """``samples[turn][rank][method]`` = (cpu, wall, ledger)."""
-    rows = []
-    for name in [name for name in (*BASELINES, *WEFT) if samples and name in samples[0][0]]:
-        cpu = [sum(rank[name][0] for rank in turn) for turn in samples]
-        today = [sum(rank[BEST_TODAY][0] for rank in turn) for turn in samples]
-        ledgers: list[Ledger] = [rank[name][2] for rank in samples[-1]]
-        picked = [event.operation.split(": ")[1] for event in ledgers[0].events if "RowAdam" in event.operation]
-        rows.append({
-            "case": case.name,
-            "method": name,
-            "cpu_milliseconds": 1e3 * statistics.median(cpu),
-            "to_best_today": statistics.median(mine / other for mine, other in zip(cpu, today, strict=True)),
-            "milliseconds": 1e3 * statistics.median(max(rank[name][1] for rank in turn) for turn in samples),
-            "megabytes": max(ledger.bytes_sent for ledger in ledgers) / 1e6,
-            "density": statistics.mean(rank["needed"] for rank in samples[-1]) / case.rows,
-            "picked": ", ".join(picked),
-            "samples": len(samples),
-        })  # fmt: skip
-    return rows
+        for whole in CASES:
+            case = replace(whole, rows=whole.rows // smaller, tokens=max(1, whole.tokens // smaller))
+            names = [*(name for name in BASELINES if fits(case, name, pool.size)), *weft_methods(case)]
+            pool.run(prepare, case, warm_steps)
+            density = statistics.mean(pool.run(count_needed, case, repeats)) / case.rows
+            facts = {name: {"case": case.name, "method": name, "density": density} for name in names}
+            fill_table(report, "rows", partial(pool.run, sample, case, names), repeats, advance, facts)
+            push, compaction, merge = (1e3 * sum(times) for times in zip(*pool.run(time_push, case), strict=True))
+            times = {"push": push, "compaction": compaction, "merge": merge, "share": compaction / push}
+            report.add("phases", {"case": case.name, **times})
 
 
 class _Weft:
@@ -182,23 +157,23 @@ def prepare(axis: Axis, case: Case, warm_steps: int) -> None:
     _made["steps"] = warm_steps
 
 
-def sample(axis: Axis, case: Case, names: list[str], turn: int) -> dict[str, Any]:
-    """(CPU seconds, wall seconds, ledger) of one step by each method, on this rank."""
+def count_needed(axis: Axis, case: Case, turn: int) -> int:
+    """Rows that this rank needs in a turn."""
+    return len(compact(case.batch(axis.rank, _made["steps"] + turn)[0]).unique)
+
+
+def sample(axis: Axis, case: Case, names: list[str], turn: int) -> dict[str, Sample]:
+    """One step by each method, on this rank."""
     ids, grads = case.batch(axis.rank, _made["steps"] + turn)
-    found: dict[str, Any] = {"needed": len(compact(ids).unique)}
-    for name in names:
+
+    def ready(name: str) -> Callable[[], None]:
         if name in WEFT:
-            action = _made[name].step
-        else:  # made for each step: there is no memory for all of them at once
-            step, sharded = BASELINES[name]
-            action = partial(WholeTable(axis, case.rows, case.width, case.dtype, sharded).train, step)
-        line_up(axis)
-        with record() as ledger:
-            cpu, wall = time.process_time(), time.perf_counter()
-            action(ids, grads)
-            found[name] = time.process_time() - cpu, time.perf_counter() - wall, ledger
-        del action
-    return found
+            return partial(_made[name].step, ids, grads)
+        # Made for each step: there is no memory for all of them at once.
+        step, sharded = BASELINES[name]
+        return partial(WholeTable(axis, case.rows, case.width, case.dtype, sharded).train, step, ids, grads)
+
+    return measure_each(axis, names, ready, turn)
 
 
 def time_push(axis: Axis, case: Case) -> tuple[float, float, float]:
@@ -216,8 +191,3 @@ def time_push(axis: Axis, case: Case) -> tuple[float, float, float]:
         segment_sum(grads, compact(ids), case.dtype)
         seconds = end - start, time.process_time() - end, end - before
     return seconds
-
-
-def _phases(case: Case, times: list[tuple[float, float, float]]) -> dict[str, Any]:
-    push, compaction, merge = (1e3 * sum(rank[index] for rank in times) for index in range(3))
-    return {"case": case.name, "push": push, "compaction": compaction, "merge": merge, "share": compaction / push}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
+from weft.bench.timing import forward_and_backward
 from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.ops.attention import attention
@@ -35,7 +36,7 @@ START = 60_000_000  # nanoseconds from the last word of a rank to the common sta
 
 STATES = ((1, 64, 64), (8, 64, 64), (32, 128, 128))  # heads, K, V: 16 KiB, 128 KiB and 2 MiB of fp32
 COLUMNS = (
-    Column("case", "case", "{}"),
+    Column("case", "case"),
     Column("milliseconds", "ms", "{:.1f}"),
     Column("local", "local work, ms", "{:.1f}"),
     Column("virtual_gloo", "virtual ms, gloo", "{:.1f}"),
@@ -46,34 +47,21 @@ COLUMNS = (
 Program = Callable[[Axis, str], object]  # a case, on an axis and a device
 
 
-def layouts(ranks: int, machine: Machine) -> dict[str, Layout]:
-    """The table of this benchmark."""
-    links = f"{machine.latency * 1e3:g} ms and {machine.bandwidth * 8e-6:g} Mbit/s"
-    return {"network": Layout(f"{ranks} ranks on links of {links}", COLUMNS)}
-
-
-def scans() -> dict[str, Program]:
-    """Bare scans: nothing is computed but the combination of states."""
-    return {
-        f"scan {'x'.join(map(str, shape))} {method}": partial(_scan, shape, method)
-        for shape in STATES
-        for method in METHODS
-    }
-
-
-def _scan(shape: tuple[int, ...], method: str, axis: Axis, device: str) -> None:
-    state, log = torch.ones(shape, device=device), torch.zeros(shape[0], device=device)
-    exclusive_scan(state, log_decay=log, method=method, group=axis)
-
-
-def layers(tokens: int) -> dict[str, Program]:
-    """Forward and backward of both attentions by every method."""
+def make_cases(tokens: int) -> dict[str, Program]:
+    """Bare scans, which compute nothing but the combination of states; forward and backward of both attentions."""
     found: dict[str, Program] = {}
+    for shape, method in itertools.product(STATES, METHODS):
+        found[f"scan {'x'.join(map(str, shape))} {method}"] = partial(_scan, shape, method)
     for method in METHODS:
         found[f"linear attention, {method}"] = partial(_linear_attention, tokens, method)
     for method, layout in itertools.product(ATTENTION_METHODS, LAYOUTS):
         found[f"attention, {layout}, {method}"] = partial(_attention, tokens, method, layout)
     return found
+
+
+def _scan(shape: tuple[int, ...], method: str, axis: Axis, device: str) -> None:
+    state, log = torch.ones(shape, device=device), torch.zeros(shape[0], device=device)
+    exclusive_scan(state, log_decay=log, method=method, group=axis)
 
 
 def _linear_attention(tokens: int, method: str, axis: Axis, device: str) -> None:
@@ -89,17 +77,18 @@ def _attention(tokens: int, method: str, layout: str, axis: Axis, device: str) -
 
 def _step(tokens: int, heads: int, device: str, attend: Callable[..., Tensor]) -> None:
     inputs = [torch.ones(1, tokens, heads, 64, device=device).requires_grad_() for _ in range(3)]
-    out = attend(*inputs)
-    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    forward_and_backward(attend, inputs)()
 
 
 def run(pool: RankPool, report: Report, machine: Machine, repeats: int, tokens: int) -> None:
     """Measure every case on the ranks and simulate it under both rules."""
-    cases = scans() | layers(tokens)
+    links = f"{machine.latency * 1e3:g} ms and {machine.bandwidth * 8e-6:g} Mbit/s"
+    report.tables["network"] = Layout(f"{pool.size} ranks on links of {links}", COLUMNS)
+    cases = make_cases(tokens)
     with report.progress(len(cases), "network") as advance:
         for name, program in cases.items():
-            measured = _median(pool.run(sample_case, name, tokens, repeats, False))
-            local = _median(pool.run(sample_case, name, tokens, repeats, True)) if name not in scans() else 0.0
+            measured = _median(pool.run(sample_case, program, repeats, False))
+            local = 0.0 if name.startswith("scan") else _median(pool.run(sample_case, program, repeats, True))
             row: dict[str, Any] = {"case": name, "milliseconds": measured * 1e3, "local": local * 1e3 or None}
             here = machine
             if local:
@@ -123,9 +112,8 @@ def _simulate(program: Program, size: int, machine: Machine, rules: str) -> floa
     return run.elapsed
 
 
-def sample_case(axis: Axis, name: str, tokens: int, repeats: int, alone: bool) -> list[float]:
+def sample_case(axis: Axis, program: Program, repeats: int, alone: bool) -> list[float]:
     """Seconds from a common start to the end of this rank, after one to warm up; ``alone``: as a world of one."""
-    program = (scans() | layers(tokens))[name]
     here = Axis.over(SoloWire()) if alone else axis
     seconds = []
     for _ in range(repeats + 1):

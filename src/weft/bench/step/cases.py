@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from weft.bench.ranks import RankPool
+from weft.bench.ranks import Measured, RankPool, fill_table, highest_megabytes
 from weft.bench.report import Column, Layout, Report
-from weft.bench.step.runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample, set_up
+from weft.bench.step.runs import Method, Sizes, digest, measure_peak, prepare, sample, set_up
+from weft.bench.timing import Sample
 from weft.world import Machine
 
-COLUMNS = (
-    Column("case", "ranks", "{}"),
-    Column("method", "method", "{}"),
-    Column("milliseconds", "wall ms", "{:,.0f}"),
-    Column("to_sequence", "x sequence", "{:.2f}"),
-    Column("to_zero", "x ZeRO", "{:.2f}"),
-    Column("cpu_milliseconds", "CPU ms", "{:,.0f}"),
-    Column("megabytes", "MB sent", "{:,.1f}"),
-    Column("ledger_megabytes", "by ledger", "{:,.1f}"),
-    Column("exposed_milliseconds", "exposed ms", "{:,.0f}"),
-    Column("peak_megabytes", "peak MB", "{:,.0f}"),
-)
 SEQUENCE, ZERO = "{}, in sequence", "DDP + ZeRO AdamW"
+COLUMNS = (
+    Column("case", "ranks"),
+    Column("method", "method"),
+    Column("milliseconds", "wall ms", "{:,.0f}"),
+    Column("to_sequence", "x sequence", "{:.2f}", lambda m: m.faster_than(SEQUENCE.format(m.case.split(",")[0]))),
+    Column("to_zero", "x ZeRO", "{:.2f}", lambda m: m.faster_than(ZERO)),
+    Column("cpu_milliseconds", "CPU ms", "{:,.0f}"),
+    Column("megabytes", "MB sent", "{:,.1f}", lambda m: highest_megabytes(rank.kernel_sent for rank in m.of()[-1])),
+    Column("ledger_megabytes", "by ledger", "{:,.1f}", lambda m: m.megabytes),
+    Column("exposed_milliseconds", "exposed ms", "{:,.0f}", lambda m: 1e3 * statistics.median(_exposed(m))),
+    Column("peak_megabytes", "peak MB", "{:,.0f}"),
+    Column("samples", None),
+    Column("weights", None),
+)
+OF_WEFT = ("to_sequence", "ledger_megabytes", "exposed_milliseconds")
+
+
+def _exposed(measured: Measured) -> list[float]:
+    """The waits of the rank that waits most, in each turn."""
+    return [max(sum(event.waited for event in rank.ledger.events) for rank in turn) for turn in measured.of()]
 
 
 def methods_on(ranks: int) -> list[Method]:
@@ -34,15 +44,6 @@ def methods_on(ranks: int) -> list[Method]:
         found.append(Method(f"{word}, overlapped", "overlapped", matrices, ranks))
         found.append(Method(f"{word}, overlapped, tuned", "tuned", matrices, ranks))
     return [*found, Method("DDP + AdamW", "ddp", "adamw", ranks), Method(ZERO, "zero", "adamw", ranks)]
-
-
-def layouts(sizes: Sizes) -> dict[str, Layout]:
-    """The table of this benchmark."""
-    title = (
-        f"one step of {sizes.blocks} blocks (h {sizes.width}), a {sizes.rows} x {sizes.width} table, "
-        f"{sizes.vocabulary} token embeddings, {sizes.tokens} tokens of a rank"
-    )
-    return {"step": Layout(title, COLUMNS)}
 
 
 def run(
@@ -59,6 +60,11 @@ def run(
         raise ValueError(
             f"bench step tunes in a step before the first sample: give at least 1 of warm_steps, not {warm_steps}"
         )
+    title = (
+        f"one step of {sizes.blocks} blocks (h {sizes.width}), a {sizes.rows} x {sizes.width} table, "
+        f"{sizes.vocabulary} token embeddings, {sizes.tokens} tokens of a rank"
+    )
+    report.tables["step"] = Layout(title, COLUMNS)
     pool.run(set_up)
     with report.progress(len(counts) * repeats, "step") as advance:
         for count in counts:
@@ -66,60 +72,31 @@ def run(
             if not methods:
                 known = ", ".join(one.name for one in methods_on(count))
                 raise ValueError(f"--methods {' '.join(only)}: no method's name begins so; there are {known}")
-            peaks = _peaks(pool, methods, sizes)
+            facts = _facts(pool, methods, sizes)
             pool.run(prepare, methods, sizes, warm_steps, link)
-            samples: list[list[dict[str, Sample]]] = []
-            try:
-                for turn in range(repeats + 1):
-                    first = turn % len(methods)
-                    taken = pool.run(sample, methods[first:] + methods[:first], turn)
-                    if turn:  # the first warms up
-                        samples.append(taken)
-                        advance()
-            finally:  # Ctrl-C keeps what was measured
-                weights = pool.run(digest) if len(samples) == repeats else []
-                for method in methods if samples else ():
-                    digests = [rank[method.name] for rank in weights if method.name in rank]
-                    report.add("step", {**_row(method, samples, peaks[method.name]), "weights": digests})
+            fill_table(report, "step", partial(_take, pool, facts, repeats), repeats, advance, facts)
 
 
-def _peaks(pool: RankPool, methods: list[Method], sizes: Sizes) -> dict[str, list[int | None]]:
-    """Of every method; orders change nothing of it."""
-    alike = {one.name: replace(one, name="", kind=one.kind.replace("tuned", "overlapped")) for one in methods}
-    found = {one: pool.run(measure_peak, one, sizes) for one in dict.fromkeys(alike.values())}
-    return {name: found[one] for name, one in alike.items()}
+def _take(pool: RankPool, facts: dict[str, dict[str, Any]], repeats: int, turn: int) -> list[dict[str, Sample]]:
+    """A sample of every method; after the last one its weights become a fact."""
+    taken = pool.run(sample, list(facts), turn)
+    if turn == repeats:
+        weights = pool.run(digest)
+        for name, known in facts.items():
+            known["weights"] = [rank[name] for rank in weights if name in rank]
+    return taken
 
 
-def _row(method: Method, samples: list[list[dict[str, Sample]]], peaks: list[int | None]) -> dict[str, Any]:
-    """``samples[turn][rank][method]``. Ratios are taken sample by sample: what else the machine did slowed both."""
-
-    def turns(name: str) -> list[list[Sample]]:
-        return [[rank[name] for rank in turn if name in rank] for turn in samples]
-
-    def wall(name: str) -> list[float]:
-        return [max(part.wall for part in turn) for turn in turns(name)]
-
-    def faster_than(name: str) -> float | None:
-        if name not in samples[0][0]:
-            return None
-        return statistics.median(other / own for other, own in zip(wall(name), wall(method.name), strict=True))
-
-    mine = turns(method.name)
-    sent = [part.bytes_sent for part in mine[-1] if part.bytes_sent is not None]
-    known = [peak for peak in peaks if peak is not None]
-    of_weft = {
-        "to_sequence": faster_than(SEQUENCE.format("REKLS" if method.matrices == "rekls" else "AdamW")),
-        "ledger_megabytes": max(part.ledger_bytes for part in mine[-1]) / 1e6,
-        "exposed_milliseconds": 1e3 * statistics.median(max(part.exposed for part in turn) for turn in mine),
-    }
-    return {
-        "case": f"{method.ranks}",
-        "method": method.name,
-        "milliseconds": 1e3 * statistics.median(wall(method.name)),
-        "to_zero": faster_than(ZERO),
-        "cpu_milliseconds": 1e3 * statistics.median(sum(part.cpu for part in turn) for turn in mine),
-        "megabytes": max(sent) / 1e6 if sent else None,
-        "peak_megabytes": max(known) / 1e6 if known else None,
-        "samples": len(samples),
-        **(of_weft if method.is_weft else dict.fromkeys(of_weft)),
-    }
+def _facts(pool: RankPool, methods: list[Method], sizes: Sizes) -> dict[str, dict[str, Any]]:
+    """What is known of every method before it is sampled. Orders change nothing of the peak memory."""
+    facts: dict[str, dict[str, Any]] = {}
+    peaks: dict[Method, float | None] = {}
+    for method in methods:
+        alike = replace(method, name="", kind=method.kind.replace("tuned", "overlapped"))
+        if alike not in peaks:
+            peaks[alike] = highest_megabytes(pool.run(measure_peak, alike, sizes))
+        facts[method.name] = {
+            "case": f"{method.ranks}", "method": method.name, "peak_megabytes": peaks[alike], "weights": [],
+            **({} if method.is_weft else dict.fromkeys(OF_WEFT)),
+        }  # fmt: skip
+    return facts

@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.bench.matrix.cases import SHAPES
-from weft.bench.timing import line_up, peak_memory, sent_bytes
-from weft.comm import Axis, record
+from weft.bench.timing import Case, Sample, line_up, measure_each, peak_memory
+from weft.comm import Axis
 from weft.comm.wire import SoloWire
 from weft.ops.embedding import BigramHashEmbedding, ShardedEmbedding
 from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
@@ -56,18 +56,6 @@ class Method:
     @property
     def is_weft(self) -> bool:
         return self.kind not in ("ddp", "zero")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One step on one rank: seconds of CPU and of time, bytes by the kernel, and by the ledger those of weft with the
-    seconds that the rank stood waiting for them."""
-
-    cpu: float
-    wall: float
-    bytes_sent: int | None
-    ledger_bytes: int
-    exposed: float
 
 
 class Model(nn.Module):
@@ -209,26 +197,14 @@ def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int, li
                 run.step(run.draw(step), tune=link if method.kind == "tuned" and step == -1 else None)
 
 
-def sample(axis: Axis, methods: list[Method], turn: int) -> dict[str, Sample]:
-    """One step by each method that has work for this rank. The others wait meanwhile and use no processor."""
-    found = {}
-    for method in methods:
-        run = _made.get(method.name)
-        batch = None if run is None else run.draw(turn)
-        line_up(axis)
-        before = sent_bytes()
-        if run is not None and batch is not None:
-            with record() as ledger:
-                cpu, wall = time.process_time(), time.perf_counter()
-                run.step(batch)
-                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        line_up(axis)
-        after = sent_bytes()
-        if run is not None:
-            sent = None if before is None or after is None else after - before
-            exposed = sum(event.waited for event in ledger.events)
-            found[method.name] = Sample(cpu, wall, sent, ledger.bytes_sent, exposed)
-    return found
+def sample(axis: Axis, names: list[str], turn: int) -> dict[str, Sample]:
+    """One step by each method that has work for this rank."""
+
+    def ready(name: str) -> Case | None:
+        run = _made.get(name)
+        return None if run is None else partial(run.step, run.draw(turn))
+
+    return measure_each(axis, names, ready, turn)
 
 
 def digest(axis: Axis) -> dict[str, str]:

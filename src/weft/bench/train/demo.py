@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from itertools import chain, count
 from pathlib import Path
+from textwrap import indent
 
 from rich.console import Console
 
@@ -48,17 +50,14 @@ def run_demo(out: Path, steps: int, ranks: int) -> None:
         f"loss {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}; the two runs are at most {apart:.1e} apart (relative)"
     )
     written = bytes(generate(load_model(shared), list(b"def "), 160, 0.6, 40, 0)).decode(errors="replace")
-    print(f"the model writes:\n{_indent('def ' + written)}")
+    print(f"the model writes:\n{indent('def ' + written, '    ', lambda line: True)}")
     print(f"report: {write_report(shared, beside=alone, out=folder / 'report.html').resolve()}")
 
 
 def free_folder(wanted: Path) -> Path:
     """``wanted``, or the first of wanted-2, wanted-3, ... that is not there."""
-    number, folder = 1, wanted
-    while folder.exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([wanted], numbered) if not folder.exists())
 
 
 def _train(config: TrainConfig) -> None:
@@ -75,7 +74,3 @@ def _train(config: TrainConfig) -> None:
 
 def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
-
-
-def _indent(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())
