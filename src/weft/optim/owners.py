@@ -24,6 +24,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Pending
 from weft.comm.call import exchange_coalesced
+from weft.optim.step.compare import is_finite
 
 Place = tuple[int, ...]  # a rank on each axis
 
@@ -226,19 +227,6 @@ def _filled(by_rank: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
     """What is not empty, in rank order."""
     kept = ((rank, [tensor for tensor in tensors if tensor.numel()]) for rank, tensors in sorted(by_rank.items()))
     return [(rank, tensors) for rank, tensors in kept if tensors]
-
-
-def is_finite(*tensors: Tensor) -> bool:
-    """Whether all elements are.
-
-    A sum that is finite is one of finite elements, and much cheaper than a look at each: that is only taken where it is
-    not, since it may have overflowed.
-    """
-    if not tensors:
-        return True
-    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-    joined = torch.stack([one.to(sums[0].device, torch.float64) for one in sums])
-    return bool(torch.isfinite(joined).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _joined(role: Role, parts: list[Tensor]) -> Tensor:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from typing import Any
 
 from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
 from weft.bench.step.runs import Method, Sample, Sizes, digest, measure_peak, prepare, sample, set_up
-from weft.world import Machine
 
 COLUMNS = (
     Column("case", "ranks", "{}"),
@@ -32,7 +30,6 @@ def methods_on(ranks: int) -> list[Method]:
     for matrices, word in (("rekls", "REKLS"), ("adamw", "AdamW")):
         found.append(Method(SEQUENCE.format(word), "sequence", matrices, ranks))
         found.append(Method(f"{word}, overlapped", "overlapped", matrices, ranks))
-        found.append(Method(f"{word}, overlapped, tuned", "tuned", matrices, ranks))
     return [*found, Method("DDP + AdamW", "ddp", "adamw", ranks), Method(ZERO, "zero", "adamw", ranks)]
 
 
@@ -45,20 +42,14 @@ def layouts(sizes: Sizes) -> dict[str, Layout]:
     return {"step": Layout(title, COLUMNS)}
 
 
-def run(
-    pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Sizes, only: tuple[str, ...], link: Machine
-) -> None:
+def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Sizes, only: tuple[str, ...]) -> None:
     """Measure, adding the rows of a number of ranks as soon as it is done. Methods take turns.
 
-    ``only``: those whose names begin so. ``link``: what orders are tuned for.
+    ``only``: those whose names begin so.
     """
     counts = [count for count in (2, 4) if count <= pool.size]
     if not counts:
         raise ValueError(f"bench step compares steps over 2 and 4 ranks, got {pool.size}")
-    if warm_steps < 1:
-        raise ValueError(
-            f"bench step tunes in a step before the first sample: give at least 1 of warm_steps, not {warm_steps}"
-        )
     pool.run(set_up)
     with report.progress(len(counts) * repeats, "step") as advance:
         for count in counts:
@@ -66,8 +57,8 @@ def run(
             if not methods:
                 known = ", ".join(one.name for one in methods_on(count))
                 raise ValueError(f"--methods {' '.join(only)}: no method's name begins so; there are {known}")
-            peaks = _peaks(pool, methods, sizes)
-            pool.run(prepare, methods, sizes, warm_steps, link)
+            peaks = {method.name: pool.run(measure_peak, method, sizes) for method in methods}
+            pool.run(prepare, methods, sizes, warm_steps)
             samples: list[list[dict[str, Sample]]] = []
             try:
                 for turn in range(repeats + 1):
@@ -81,13 +72,6 @@ def run(
                 for method in methods if samples else ():
                     digests = [rank[method.name] for rank in weights if method.name in rank]
                     report.add("step", {**_row(method, samples, peaks[method.name]), "weights": digests})
-
-
-def _peaks(pool: RankPool, methods: list[Method], sizes: Sizes) -> dict[str, list[int | None]]:
-    """Of every method; orders change nothing of it."""
-    alike = {one.name: replace(one, name="", kind=one.kind.replace("tuned", "overlapped")) for one in methods}
-    found = {one: pool.run(measure_peak, one, sizes) for one in dict.fromkeys(alike.values())}
-    return {name: found[one] for name, one in alike.items()}
 
 
 def _row(method: Method, samples: list[list[dict[str, Sample]]], peaks: list[int | None]) -> dict[str, Any]:

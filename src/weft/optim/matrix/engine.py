@@ -18,14 +18,14 @@ from weft.comm.function import outside_autocast
 from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.matrix.plan import Plan, Planner
 from weft.optim.matrix.rule import EigenError, Settings
-from weft.optim.owners import Held, Place, Transfer, is_finite
-from weft.optim.step.compare import Examined
+from weft.optim.owners import Held, Place, Transfer
+from weft.optim.step.compare import Examined, is_finite
 from weft.optim.step.part import StepPart
 from weft.optim.step.state import agree_to_load, find_state_fault, take_apart
 from weft.parallel.dtensor import local_gradient, local_of
 
-MOST_BUCKETS = 4  # more messages than that hide little more
-BUCKET_BYTES = 1 << 20  # of gradients that an owner gets in a bucket, at least: a message has a cost of its own
+BUCKET_BYTES = 8 << 20  # of gradients that an owner gets in a bucket, at most about: nothing hides the first and last
+SMALLEST_BYTES = 1 << 20  # at least: a message has a cost of its own
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
 
@@ -259,10 +259,10 @@ def _apply_update(task: Task, update: Tensor) -> None:
 def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list[list[int]]:
     """Indices of plans whose pieces travel together, in the order in which they are worked on.
 
-    An owner gets about ``bucket_bytes`` of gradients in a bucket; None: at least `BUCKET_BYTES`, in at most
-    `MOST_BUCKETS`. What does not travel comes first: it is worked on while the first pieces are on their way. Nothing
-    hides the first pieces' way to their owners and the last ones' way back, so each owner's two smallest matrices go
-    first and last.
+    An owner gets about ``bucket_bytes`` of gradients in a bucket; None: `BUCKET_BYTES`, or if that is less than four
+    buckets, up to four of at least `SMALLEST_BYTES`. What does not travel comes first: it is worked on while the first
+    pieces are on their way. Nothing hides the first pieces' way to their owners and the last ones' way back, so each
+    owner's two smallest matrices go first and last.
     """
     by_ranks: dict[int, list[int]] = {}
     for index, plan in enumerate(plans):
@@ -276,7 +276,9 @@ def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list
         for index in sorted(indices, key=lambda index: plans[index].elements):
             of_owner.setdefault(plans[index].route.owner, []).append(index)
         most = max(sum(plans[at].elements * plans[at].wide.itemsize for at in some) for some in of_owner.values())
-        wanted = min(MOST_BUCKETS, max(1, most // BUCKET_BYTES)) if bucket_bytes is None else -(-most // bucket_bytes)
+        wanted = max(1, -(-most // (bucket_bytes or BUCKET_BYTES)))
+        if bucket_bytes is None:
+            wanted = max(wanted, min(4, most // SMALLEST_BYTES))
         filled: list[list[int]] = [[] for _ in range(min(wanted, max(len(some) for some in of_owner.values())))]
         for some in of_owner.values():
             for index, bucket in zip(some, _bucket_of_each(len(some), len(filled)), strict=True):
