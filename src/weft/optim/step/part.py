@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -256,6 +257,19 @@ def find_kind_fault(optimizer: str, group: dict[str, Any], *names: str) -> Excep
     return next(filter(None, (find_number_fault(optimizer, "betas", beta, None, allow="any") for beta in betas)), None)
 
 
+def find_adam_fault(optimizer: str, group: dict[str, Any]) -> Exception | None:
+    """What is wrong with the numbers that Adam has, in a group."""
+    if fault := find_kind_fault(optimizer, group, "eps", "weight_decay"):
+        return fault
+    lr, (b1, b2), eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+    if not all(0 <= value < math.inf for value in (lr, eps, decay)):
+        words = f"lr, eps and weight_decay must be finite and not negative, got {lr}, {eps} and {decay}"
+        return ValueError(f"{optimizer}: {words}")
+    return (
+        None if 0 <= b1 < 1 and 0 <= b2 < 1 else ValueError(f"{optimizer}: betas must be in [0, 1), got ({b1}, {b2})")
+    )
+
+
 def first_group_fault(
     optimizer: str, groups: Iterable[dict[str, Any]], find: Callable[[dict[str, Any]], Exception | None], rank: int
 ) -> Exception | None:
@@ -275,13 +289,3 @@ def find_option_fault(optimizer: str, on_nonfinite: object, clip: object, rank: 
     if fault := find_number_fault(optimizer, "clip", clip, rank, allow="infinite"):
         return fault
     return None if float(clip) > 0 else ValueError(f"{optimizer}: clip must be > 0, got {clip}{at(rank)}")  # type: ignore[arg-type]
-
-
-def list_params(optimizer: str, params: Any, rank: int) -> list[Any] | Exception:
-    """``params`` as a list, or what torch's optimizers say of what is none."""
-    if isinstance(params, Tensor):
-        return TypeError(f"{optimizer}: params must be an iterable of tensors or groups, got one tensor{at(rank)}")
-    listed = read(optimizer, rank, lambda: list(params))
-    if isinstance(listed, Exception):
-        return TypeError(f"{optimizer}: params must be an iterable of tensors or groups, got {show(params)}{at(rank)}")
-    return listed or ValueError(f"{optimizer}: params are empty{at(rank)}")
