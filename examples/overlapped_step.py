@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import weft
 
-TOKENS, MACHINE = 64, weft.world.Machine(latency=50e-6, bandwidth=1e9)
+TOKENS = 64
 
 
 class Model(nn.Module):
@@ -47,8 +47,6 @@ def train(axis: weft.Axis, steps: int = 80) -> tuple[list[float], str]:
         loss = model(batch(number, axis.rank))
         losses.append(loss.item())
         loss.backward()
-        if number == 3:
-            step.tune(weft.world.VirtualWorld(axis.size, MACHINE), show=False)
         step.step()
         step.zero_grad()
     return losses, str(step.explain())

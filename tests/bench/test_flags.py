@@ -55,7 +55,7 @@ WRITERS = {
     "--json": ["bench", "scan", "--ranks", "2"],
 }
 NETWORK = ["bench", "network", "--latency", "0", "--bandwidth", "1"]
-MORE_WRITERS = [["bench", name] for name in ("linear-attention", "attention", "rows", "rekls", "step", "step-orders")]
+MORE_WRITERS = [["bench", name] for name in ("linear-attention", "attention", "rows", "rekls", "step")]
 MORE_WRITERS += [["bench", "train"], ["bench", "rekls", "--quality"], NETWORK, ["kernels"]]
 
 
@@ -121,8 +121,6 @@ NUMBERS = {
     "bench rows --smaller 0": "--smaller must be at least 1, got 0",
     "bench rekls --widths 8 -8": "--widths must be at least 1, got -8",
     "bench step --warm-steps -1": "--warm-steps must be at least 0, got -1",
-    "bench step --latency nan": "latency must be a finite number of seconds >= 0, got nan",
-    "bench step-orders --tries 0": "--tries must be at least 1, got 0",
     "bench network --latency -1 --bandwidth 1": "latency must be a finite number of seconds >= 0, got -1",
     "bench network --latency 0 --bandwidth 0": "bandwidth must be > 0 a second",
     "bench train --rows 1": "--rows must be at least 2, got 1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -63,8 +63,12 @@ def parts_of(model: Mixed, axis: weft.Axis, mode: str = "exact") -> list[optim.S
     ]
 
 
-def overlapped(model: Mixed, axis: weft.Axis, mode: str = "exact", **options: Any) -> optim.OverlappedStep:
-    return optim.OverlappedStep(parts_of(model, axis, mode), **options)
+def overlapped(
+    model: Mixed, axis: weft.Axis, mode: str = "exact", order: Sequence[int] = (0, 1, 2), **options: Any
+) -> optim.OverlappedStep:
+    """The parts listed in some ``order``."""
+    parts = parts_of(model, axis, mode)
+    return optim.OverlappedStep([parts[place] for place in order], **options)
 
 
 def backward(model: Mixed, axis: weft.Axis, step: int, micros: int, quiet: Callable[[], Any] = nullcontext) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ import weft
 from weft import optim
 
 pytestmark = pytest.mark.usefixtures("network")
-UNITS = ("REKLS.0", "ShardedAdamW.0", "RowAdam.0", "RowAdam.1")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -41,14 +39,24 @@ def test_it_is_three_optimizers_on_averaged_gradients(size: int, early: bool) ->
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_order_has_the_same_bits(size: int) -> None:
     wanted = virtual_world(size).run(lambda axis: train_in_sequence(axis, 2)).results[0]
-    orders = list(itertools.permutations(UNITS))[:: 1 if size == 2 else 5]
-    scatters = [("RowAdam", *rest) for rest in itertools.permutations(UNITS[:2])]
-    for place, work in enumerate(every(orders)):
-        early, scatter = place % 3 == 0, scatters[place % 2]
-        scatter = (*scatter[1:], "RowAdam") if early else scatter  # tables leave in the backward, and last
-        options = {"work_order": work, "scatter_order": scatter, "overlap_backward": early}
-        found = virtual_world(size).run(lambda axis, o=options: train_overlapped(axis, 2, **o)).results
-        assert_all_have(wanted, found)
+    for order in every(list(itertools.permutations(range(3)))):
+        for early in (False, True):
+            options = {"order": order, "overlap_backward": early, "bucket_bytes": 100}
+            found = virtual_world(size).run(lambda axis, o=options: train_overlapped(axis, 2, **o)).results
+            assert_all_have(wanted, found)
+
+
+def test_tables_come_first_or_last_and_other_parts_as_listed() -> None:
+    """Gradients of tables leave in the backward, which comes to them last."""
+    axis = weft.Axis.of(None)
+
+    def order(**options) -> list[tuple[str, int]]:
+        return [(unit.name, unit.bucket) for unit in overlapped(Mixed(axis), axis, **options).units]
+
+    tables, others = [("RowAdam", 0), ("RowAdam", 1)], [("ShardedAdamW", 0), ("REKLS", 0)]
+    for places in ((1, 0, 2), (1, 2, 0), (2, 1, 0)):
+        assert order(order=places) == tables + others
+        assert order(order=places, overlap_backward=True) == others + tables
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,7 @@ def test_buckets_of_any_size_have_the_same_bits() -> None:
         assert_all_have(wanted, found.results)
 
     def names(axis: weft.Axis, bucket_bytes: int) -> int:
-        return len(overlapped(Mixed(axis), axis, bucket_bytes=bucket_bytes).orders.work)
+        return len(overlapped(Mixed(axis), axis, bucket_bytes=bucket_bytes).units)
 
     few, many = (virtual_world(3).run(lambda axis, b=b: names(axis, b)).results[0] for b in (1 << 20, 60))
     assert few == 4 and many > 8
@@ -94,7 +102,7 @@ def test_data_by_tensor_ranks() -> None:
             ),
             optim.ShardedAdamW(vectors, lr=0.1, group=data),
         ]
-        steps = [optim.OverlappedStep(parts, work_order=["ShardedAdamW"], bucket_bytes=100)] if joined else parts
+        steps = [optim.OverlappedStep(parts[::-1], bucket_bytes=100)] if joined else parts
         if not joined:
             parts[0].cut(100)
             parts[1].cut(100)
@@ -302,13 +310,13 @@ def test_a_table_that_is_not_used_in_every_step() -> None:
 
 
 def test_gradients_leave_in_the_backward_in_one_order() -> None:
-    """That of ``scatter_order``: a unit whose gradients are final waits for those before it."""
+    """That of the parts: a unit whose gradients are final waits for those before it."""
 
-    def program(axis: weft.Axis, order: list[str]) -> tuple[list[tuple[int, int]], int]:
+    def program(axis: weft.Axis, order: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width + 1) for width in (4, 5, 6)))
-        parts = [optim.ShardedAdamW(layer.parameters(), lr=0.1, group=axis) for layer in model]
-        step = optim.OverlappedStep(parts, overlap_backward=True, scatter_order=order)
+        parts = [optim.ShardedAdamW(model[at].parameters(), lr=0.1, group=axis) for at in order]
+        step = optim.OverlappedStep(parts, overlap_backward=True)
         seen: list[tuple[int, int]] = []  # layers whose gradients have come, messages that have left
         with weft.record() as ledger:
             for number, layer in enumerate(model):
@@ -321,11 +329,9 @@ def test_gradients_leave_in_the_backward_in_one_order() -> None:
     def sent(ledger) -> int:
         return sum("to_owners" in event.operation and bool(event.sends) for event in ledger.events)
 
-    as_they_come = ["ShardedAdamW_3", "ShardedAdamW_2", "ShardedAdamW"]
-    for seen, after in virtual_world(3).run(lambda axis: program(axis, as_they_come)).results:
+    for seen, after in virtual_world(3).run(lambda axis: program(axis, (2, 1, 0))).results:
         assert seen == [(2, 0), (1, 1), (0, 2), (-1, 3)] and after == 3
-    held_up = ["ShardedAdamW", "ShardedAdamW_3", "ShardedAdamW_2"]
-    for seen, after in virtual_world(3).run(lambda axis: program(axis, held_up)).results:
+    for seen, after in virtual_world(3).run(lambda axis: program(axis, (0, 2, 1))).results:
         assert seen == [(2, 0), (1, 0), (0, 0), (-1, 3)] and after == 3
 
 
@@ -363,24 +369,3 @@ def test_what_had_no_gradient_is_not_expected_again() -> None:
 
     for first, second, third in virtual_world(2).run(program).results:
         assert first == 2 * second and second == third > 0
-
-
-def test_random_orders_and_buckets() -> None:
-    draw = random.Random(0)
-    wanted = virtual_world(4).run(lambda axis: train_in_sequence(axis, 2, 2)).results[0]
-    for _ in every(range(4)):
-        seed = draw.random()
-
-        def program(axis: weft.Axis, seed: float = seed) -> list[Tensor]:
-            model = Mixed(axis)
-            optimizer = overlapped(model, axis, bucket_bytes=70, overlap_backward=seed < 0.5)
-            names = list(optimizer.orders.work)
-            random.Random(seed).shuffle(names)
-            optimizer = overlapped(model, axis, bucket_bytes=70, overlap_backward=seed < 0.5, work_order=names)
-            for step in range(2):
-                backward(model, axis, step, 2, optimizer.no_sync)
-                optimizer.step()
-                optimizer.zero_grad()
-            return model.values()
-
-        assert_all_have(wanted, virtual_world(4).run(program).results)

@@ -217,7 +217,7 @@ def test_a_part_that_cannot_do_its_work(monkeypatch: pytest.MonkeyPatch, good: l
     """On one owner: by then other parts have worked, and none of that is kept."""
 
     def program(axis: weft.Axis) -> tuple[str, bool, list[Tensor]]:
-        run = Run(axis, work_order=["RowAdam", "ShardedAdamW", "REKLS"])
+        run = Run(axis, order=(2, 1, 0))
         backward(run.model, axis, 2, 1)
         broken[0], before = True, run.now()
         try:

@@ -1,4 +1,4 @@
-"""`OverlappedStep` on real Gloo processes: training, checkpoints at another size, orders that are measured."""
+"""`OverlappedStep` on real Gloo processes: training, checkpoints at another size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import weft
-from weft.optim.step.orders import Orders
 from weft.world.launch import ProcessWorld
 
 pytestmark = pytest.mark.processes
-ORDER = ["RowAdam.1", "ShardedAdamW", "RowAdam.0"]
+ORDER = (1, 2, 0)
 
 
 def train(axis: weft.Axis, early: bool, micros: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return train_overlapped(axis, 4, micros, dtype, overlap_backward=early, work_order=ORDER, bucket_bytes=100)
+    return train_overlapped(axis, 4, micros, dtype, overlap_backward=early, order=ORDER, bucket_bytes=100)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -46,26 +45,25 @@ def steps_on(model: Mixed, optimizer: torch.optim.Optimizer, steps: range) -> li
 
 def save(axis: weft.Axis, folder: str) -> list[Tensor]:
     model = Mixed(axis)
-    optimizer = overlapped(model, axis, work_order=ORDER)
+    optimizer = overlapped(model, axis, order=ORDER)
     steps_on(model, optimizer, range(3))
     content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(content, checkpoint_id=folder)
     return steps_on(model, optimizer, range(3, 6))
 
 
-def go_on(axis: weft.Axis, folder: str) -> tuple[list[Tensor], Orders]:
+def go_on(axis: weft.Axis, folder: str) -> list[Tensor]:
     model = Mixed(axis)
     for parameter in model.parameters():
         parameter.detach().zero_()
-    optimizer = overlapped(model, axis)
+    optimizer = overlapped(model, axis, order=ORDER)
     content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(content, checkpoint_id=folder, no_dist=axis.size == 1)
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    return steps_on(model, optimizer, range(3, 6)), optimizer.orders
+    return steps_on(model, optimizer, range(3, 6))
 
 
 def test_a_checkpoint_of_four_goes_on_at_any_size(two: ProcessWorld, four: ProcessWorld, tmp_path: Path) -> None:
-    """With its orders, where buckets are the same."""
     wanted = four.run(save, str(tmp_path))
     assert_all_have(wanted[0], wanted)
     for found in (
@@ -73,36 +71,7 @@ def test_a_checkpoint_of_four_goes_on_at_any_size(two: ProcessWorld, four: Proce
         two.run(go_on, str(tmp_path)),
         [go_on(weft.Axis.of(None), str(tmp_path))],
     ):
-        assert_all_have(wanted[0], [values for values, _ in found])
-        assert all(orders.work[:3] == ("RowAdam.1", "ShardedAdamW.0", "RowAdam.0") for _, orders in found)
-
-
-def tuned(axis: weft.Axis, early: bool) -> tuple[list[Tensor], Orders, list[float | None], bool]:
-    model = Mixed(axis)
-    optimizer = overlapped(model, axis, bucket_bytes=100, overlap_backward=early)
-    for step in range(3):
-        backward(model, axis, step, 1)
-        if step == 1:
-            before = [value.clone() for state in optimizer.state.values() for value in state.values()]
-            world = weft.world.VirtualWorld(axis.size, weft.world.Machine(latency=1e-5, bandwidth=1e9))
-            tuning = optimizer.tune(world, tries=12, measure=2, show=axis.rank == 1)
-            after = [value for state in optimizer.state.values() for value in state.values()]
-            same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.values(), optimizer.orders, [one.measured for one in tuning.tried], same
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_orders_are_tried_and_the_best_of_them_measured(two: ProcessWorld, early: bool) -> None:
-    """The same on every rank; nothing else changes, also where gradients had left in the backward."""
-    wanted = two.run(train_overlapped, 3)[0]
-    found = two.run(tuned, early)
-    assert_all_have(wanted, [values for values, *_ in found])
-    assert len({orders for _, orders, *_ in found}) == 1 and found[0][2] == found[1][2]
-    measured = [seconds for seconds in found[0][2] if seconds is not None]
-    assert 2 <= len(measured) <= 3 and measured == sorted(measured) and found[0][2][0] is not None
-    assert all(same for *_, same in found)
+        assert_all_have(wanted[0], found)
 
 
 def lacking(axis: weft.Axis) -> tuple[str, bool]:

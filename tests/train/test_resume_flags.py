@@ -12,12 +12,12 @@ import torch
 from small_run import SMALL
 
 from weft.parallel.mesh import make_mesh
-from weft.train.config import TrainConfig, flag
+from weft.train.config import TrainConfig, flag, take_settings
 from weft.train.model import rate_at
 from weft.train.trainer import Trainer
 
 # Saved after step 3.
-SAVED = replace(SMALL, steps=3, tune=2, timeline_step=2, kv_heads=1)
+SAVED = replace(SMALL, steps=3, timeline_step=2, kv_heads=1)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,6 @@ FLAGS: dict[str, Applied | Refused] = {
     "warmup": Applied(100, lambda trainer: rates(trainer, "REKLS", SAVED.lr) and rate_at(trainer.config, 3) == 0.04),
     "lr_end": Applied(0.7, lambda trainer: rate_at(trainer.config, 10**6) == 0.7),
     "clip": Applied(1e-3, lambda trainer: trainer.step._clip == 1e-3),
-    "tune": Refused(3, "too late for --tune 3"),
     "validate_every": Applied(4, lambda trainer: trainer.config.validate_every == 4),
     "validate_batches": Applied(1, lambda trainer: trainer.config.validate_batches == 1),
     "checkpoint_every": Applied(7, lambda trainer: trainer.config.checkpoint_every == 7),
@@ -134,11 +133,7 @@ def test_steps_that_are_behind(saved: TrainConfig) -> None:
         Trainer(replace(saved, resume=saved.out, steps=2), make_mesh((1, 1, 1)))
 
 
-def test_a_tune_that_is_ahead(saved: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(replace(saved, resume=saved.out, out=tmp_path / "x", steps=9, tune=4), make_mesh((1, 1, 1)))
-    tuned: list[int] = []
-    monkeypatch.setattr(trainer.step, "tune", lambda *_, **__: tuned.append(trainer.done))
-    for _ in range(3):
-        trainer.take_step()
-    trainer.close()
-    assert tuned == [4]
+def test_settings_that_earlier_versions_had_are_left_out() -> None:
+    assert take_settings({"tune": 3, "steps": 5}, "a checkpoint") == TrainConfig(steps=5)
+    with pytest.raises(ValueError, match="a checkpoint has 'tuned', which is no setting"):
+        take_settings({"tuned": 3}, "a checkpoint")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.bench.flags import Json, RankCount, Ranks, Repeats, check_at_least, check_file
+from weft.bench.flags import Json, RankCount, Ranks, Repeats, check_at_least
 
 
 def bench_scan(ranks: Ranks = None, json: Json = None, repeats: Repeats = 15, calls: int = 20) -> None:
@@ -160,9 +160,8 @@ def bench_rekls(
 def bench_step(
     ranks: int | None = None, json: Json = None, repeats: Repeats = 7, warm_steps: int = 4, width: int = 256,
     blocks: int = 2, rows: int = 250_000, vocabulary: int = 4096, tokens: int = 8192, methods: tuple[str, ...] = (),
-    latency: float = 50e-6, bandwidth: float = 1.5e9,
 ) -> None:  # fmt: skip
-    """One optimizer step with the exchange of its gradients: overlapped, tuned, in sequence, DDP and ZeRO.
+    """One optimizer step with the exchange of its gradients: overlapped, in sequence, DDP and ZeRO.
 
     A step looks the table's rows up, takes gradients in, and ends with new weights on every rank; the computation of
     the blocks, the same for all, is left out. "REKLS" steps matrices with it and the rest with AdamW. The time is that
@@ -173,45 +172,23 @@ def bench_step(
 
     Args:
         ranks: Local processes to start (4 if left out); steps are measured on 2 and on 4. Leave it out under torchrun.
-        warm_steps: Steps before the first sample; in the last of them orders are tuned.
+        warm_steps: Steps before the first sample.
         width: h of a block: qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h], two norms.
         blocks: How many blocks.
         rows: Rows of the bigram table, each of h elements.
         vocabulary: Rows of the dense token embeddings.
         tokens: Bigrams that a rank looks up in a step.
         methods: Only those whose names begin so, for example REKLS.
-        latency: Seconds of a message on its way, for tuning; about what Gloo makes of a loopback device.
-        bandwidth: Bytes/s of a rank's link, for tuning.
     """
     check_at_least(1, repeats=repeats, width=width, blocks=blocks, rows=rows, vocabulary=vocabulary, tokens=tokens)
     check_at_least(0, warm_steps=warm_steps)
     from weft.bench.ranks import run_on_ranks
     from weft.bench.step.cases import run
     from weft.bench.step.runs import Sizes
-    from weft.world import Machine
 
-    sizes, link = Sizes(width, blocks, rows, vocabulary, tokens), Machine(latency, bandwidth)
+    sizes = Sizes(width, blocks, rows, vocabulary, tokens)
     facts = {"repeats": repeats, "warm_steps": warm_steps, **vars(sizes)}
-    run_on_ranks("step", ranks, json, facts, run, repeats, warm_steps, sizes, methods, link)
-
-
-def bench_step_orders(tries: int = 64, json: Json = None) -> None:
-    """Orders of one large overlapped step in virtual time: naive, published, default, tuned, and the bound.
-
-    The step itself runs on 8 virtual ranks (matrices as meta tensors, whose operators only count, the table's rows are
-    real); its messages and the time of its work are then replayed in other orders. "Exposed" is what a step takes
-    beyond the busiest rank's work.
-
-    Args:
-        tries: Orders that are tried.
-    """
-    check_at_least(1, tries=tries)
-    check_file("--json", json)
-    from weft.bench.ranks import run_here
-    from weft.bench.step import orders
-
-    facts = {"tries": tries}
-    run_here("step-orders", json, facts, orders.layouts(), lambda report: orders.run(report, tries))
+    run_on_ranks("step", ranks, json, facts, run, repeats, warm_steps, sizes, methods)
 
 
 def bench_train(
@@ -257,7 +234,6 @@ BENCHES: dict[str, Callable[..., None]] = {
     "rows": bench_rows,
     "rekls": bench_rekls,
     "step": bench_step,
-    "step-orders": bench_step_orders,
     "network": bench_network,
     "train": bench_train,
 }

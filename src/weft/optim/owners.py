@@ -1,4 +1,4 @@
-"""Owners: gradients go to the rank that owns a matrix, the owner works, updates come back.
+"""Owners: gradients go to the rank that owns a matrix or a slice, the owner works, results come back.
 
 A parameter lies on the ranks of one or several axes. On each of them its pieces are
 
@@ -18,34 +18,39 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis, Pending
 from weft.comm.call import exchange_coalesced
+from weft.optim.step.compare import is_finite
+from weft.optim.step.part import StepPart
 
 Place = tuple[int, ...]  # a rank on each axis
 
 
+class Role:
+    """How pieces lie on an axis."""
+
+    def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a rank's piece of what has ``shape``."""
+        return shape
+
+
 @dataclass(frozen=True)
-class Averaged:
+class Averaged(Role):
     """Every rank has its own, of the same shape. The mean is taken in rank order, at least in fp32."""
 
-    def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
-
 
 @dataclass(frozen=True)
-class Replicated:
+class Replicated(Role):
     """Every rank has the same."""
 
-    def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
-
 
 @dataclass(frozen=True)
-class Sharded:
+class Sharded(Role):
     """Rank r has ``sizes[r]`` of the elements along ``dim``, in rank order."""
 
     dim: int
@@ -53,9 +58,6 @@ class Sharded:
 
     def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[: self.dim], self.sizes[rank], *shape[self.dim + 1 :])
-
-
-Role = Averaged | Replicated | Sharded
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,6 @@ class Owners:
         self._loads[place] += cost
         return place
 
-    @property
-    def busiest(self) -> float:
-        """The load of the busiest owner over the mean."""
-        return max(self._loads.values()) * len(self._loads) / (sum(self._loads.values()) or 1.0)
-
     def gather(self, name: str, routes: Sequence[Route], pieces: Sequence[Tensor | None]) -> Transfer:
         """Start this rank's ``pieces`` to their owners; ``wait()`` gives whole tensors here, None for those of others.
 
@@ -196,7 +193,9 @@ class Owners:
                 continue
             role, owner = route.roles[level], route.owner[level]
             if whole is None:
-                shape = role.shape_on(axis.rank, self._shape(route, level))
+                shape = route.whole
+                for at in (*range(level + 1, len(self.axes)), level):
+                    shape = route.roles[at].shape_on(self.here[at], shape)
                 pieces[index] = piece = torch.empty(shape, dtype=route.dtype, device=route.device)
                 receives[owner].append(piece)
                 continue
@@ -214,31 +213,11 @@ class Owners:
 
         return Pending(finish)
 
-    def _shape(self, route: Route, level: int) -> tuple[int, ...]:
-        """The shape of what lies in this rank's row before it is cut along the axis of ``level``."""
-        shape = route.whole
-        for axis, role in zip(self.axes[level + 1 :], route.roles[level + 1 :], strict=True):
-            shape = role.shape_on(axis.rank, shape)
-        return shape
-
 
 def _filled(by_rank: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
     """What is not empty, in rank order."""
     kept = ((rank, [tensor for tensor in tensors if tensor.numel()]) for rank, tensors in sorted(by_rank.items()))
     return [(rank, tensors) for rank, tensors in kept if tensors]
-
-
-def is_finite(*tensors: Tensor) -> bool:
-    """Whether all elements are.
-
-    A sum that is finite is one of finite elements, and much cheaper than a look at each: that is only taken where it is
-    not, since it may have overflowed.
-    """
-    if not tensors:
-        return True
-    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-    joined = torch.stack([one.to(sums[0].device, torch.float64) for one in sums])
-    return bool(torch.isfinite(joined).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _joined(role: Role, parts: list[Tensor]) -> Tensor:
@@ -256,3 +235,64 @@ def _joined(role: Role, parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part.to(wide) / len(parts)
     return total
+
+
+@dataclass
+class Bucket:
+    """What travels together in the step under way: gradients to their owners, then results from them."""
+
+    gradients: Transfer | None = None
+    arrived: Held | None = None
+    results: Transfer | None = None
+
+    def arrive(self) -> Held:
+        """The gradients this rank owns, waited for, at least in fp32; None for others'."""
+        if self.arrived is None:
+            found = [] if self.gradients is None else self.gradients.wait()
+            self.arrived, self.gradients = [
+                None if one is None else one.to(torch.promote_types(one.dtype, torch.float32)).contiguous()
+                for one in found
+            ], None  # fmt: skip
+        return self.arrived
+
+    def drain(self) -> Held:
+        """Wait for all that is under way: the results, if there are any."""
+        if self.gradients is not None:
+            self.gradients.wait()
+        return [] if self.results is None else self.results.wait()
+
+
+class OwnedPart(StepPart):
+    """A part whose gradients go to owners and whose results come back."""
+
+    _under_way: list[Any]  # buckets
+
+    def _accept(self, one: Any, results: Held) -> None:
+        """Change weights and state by what came back in a bucket."""
+        raise NotImplementedError
+
+    def _counts(self, one: Any, place: int) -> bool:
+        """Whether a gradient that this rank owns counts in the norm here."""
+        return True
+
+    def advance(self, bucket: int) -> None:
+        """Over data x tensor ranks gradients and results travel in two hops."""
+        moving = self._under_way[bucket].results or self._under_way[bucket].gradients
+        if moving is not None:
+            moving.advance()
+
+    def squared_norm(self, bucket: int) -> Tensor:
+        """Of the whole gradients this rank owns, each element once."""
+        one, squares = self._under_way[bucket], torch.zeros((), dtype=torch.float64)
+        for place, grad in enumerate(one.arrive()):
+            if grad is not None and self._counts(one, place):
+                squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square().cpu()
+        return squares
+
+    def commit(self, accepted: bool) -> None:
+        """Take the results that come back."""
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            results = one.drain()
+            if accepted:
+                self._accept(one, results)

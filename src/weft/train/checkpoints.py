@@ -24,7 +24,6 @@ from weft.train.run_folder import list_checkpoints, read_facts, say_what_is_whol
 
 logger = logging.getLogger(__name__)
 FIXED = (*MODEL, "length", "seed", "variant")  # weights, the place in the data and the optimizer's state rest on them
-AT_STEPS = ("tune", "timeline_step")  # what is done once, at a step
 _END_OF_WRITE = 10.0  # seconds that `close` waits for a checkpoint that is being written
 
 
@@ -119,7 +118,7 @@ class StateToLoad:
     def take_over(self, groups: list[dict[str, Any]]) -> None:
         """Make the tensors that were read those of the run. Of ``groups``, options of the optimizers are not taken.
 
-        They are the settings of this run; what else a group holds (orders that tune() found) is state.
+        They are the settings of this run; what else a group holds is state.
         """
         model, step, tensors = self._model, self._step, self.tensors
         model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
@@ -218,12 +217,10 @@ class Resumption:
                     f"train: --resume {folder} was made with {flag(name)} {getattr(before, name)}, not "
                     f"{getattr(now, name)}; leave it as it was"
                 )
-        for name in AT_STEPS:
-            value = getattr(now, name)
-            if value != getattr(before, name) and 0 < value <= step:
-                raise ValueError(
-                    f"train: --resume {folder} is after step {step}: it is too late for {flag(name)} {value}"
-                )
+        if now.timeline_step != before.timeline_step and 0 < now.timeline_step <= step:
+            raise ValueError(
+                f"train: --resume {folder} is after step {step}: it is too late for --timeline-step {now.timeline_step}"
+            )
         if now.steps < step:
             raise ValueError(f"train: --resume {folder} is after step {step}: --steps {now.steps} cannot be applied")
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 MODEL = ("width", "layers", "pattern", "heads", "kv_heads", "hidden", "table_rows", "dtype")  # fixed by weights
+FORMER = ("tune",)  # settings that earlier versions had, and checkpoints name
 MOST_STEPS = 99_999_999  # names of checkpoints have eight digits
 LONGEST_WAIT = 1e7  # seconds
 
@@ -71,7 +72,6 @@ class TrainConfig:
     warmup: int = 20  # Steps until the full rates; then they fall along a cosine.
     lr_end: float = 0.1  # What is left of the rates at the end.
     clip: float = 1.0  # Largest norm of all gradients together.
-    tune: int = 0  # Look for better orders of the overlapped step before this step (0: do not).
 
     validate_every: int = 50  # Steps between validation losses (0: none).
     validate_batches: int = 4  # Batches of held-out data in a validation loss.
@@ -97,7 +97,7 @@ class TrainConfig:
         for name in ("steps", "length", "batch", "width", "layers", "heads", "kv_heads", "hidden", "keep"):
             if (value := getattr(self, name)) < 1:
                 yield f"{flag(name)} must be at least 1, got {value}"
-        for name in ("warmup", "tune", "validate_every", "validate_batches", "checkpoint_every", "timeline_step"):
+        for name in ("warmup", "validate_every", "validate_batches", "checkpoint_every", "timeline_step"):
             if (value := getattr(self, name)) < 0:
                 yield f"{flag(name)} must not be negative, got {value}"
         for name in ("lr", "lr_adamw", "lr_rows", "weight_decay", "lr_end"):
@@ -183,11 +183,12 @@ def read_config(path: Path, base: TrainConfig | None = None) -> TrainConfig:
 
 
 def take_settings(values: Any, source: str, base: TrainConfig | None = None) -> TrainConfig:
-    """Settings from an object that was read from ``source``, over those of ``base``."""
+    """Settings from an object that was read from ``source``, over those of ``base``; `FORMER` ones are left out."""
     if not isinstance(values, dict):
         raise ValueError(f"train: {source} must be an object of settings, got {type(values).__name__}")
     hints = typing.get_type_hints(TrainConfig)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
+    values = {name: value for name, value in values.items() if name not in FORMER}
     for name in values:
         if name not in known:
             raise ValueError(f"train: {source} has {name!r}, which is no setting; `weft train --help` lists them")

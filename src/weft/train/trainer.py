@@ -140,9 +140,6 @@ class Trainer:
                 self.model.bigrams.prefetch(self._batches.peek().rows.to(self.device))
             # Gradients are averaged over the ranks that have other tokens; each has its part of a sum over all.
             (total * (self.mesh.tokens.size / self._tokens_of_step)).backward()
-            if config.tune and self.done == config.tune:
-                machine = weft.world.Machine(latency=50e-6, bandwidth=1e9)
-                self.step.tune(weft.world.VirtualWorld(self.mesh.world.size, machine), show=False)
             self.step.step()
             self.step.zero_grad()
             loss = float(total.detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from weft.bench.ranks import Measured, RankPool, fill_table, highest_megabytes
 from weft.bench.report import Column, Layout, Report
 from weft.bench.step.runs import Method, Sizes, digest, measure_peak, prepare, sample, set_up
 from weft.bench.timing import Sample
-from weft.world import Machine
 
 SEQUENCE, ZERO = "{}, in sequence", "DDP + ZeRO AdamW"
 COLUMNS = (
@@ -42,24 +40,17 @@ def methods_on(ranks: int) -> list[Method]:
     for matrices, word in (("rekls", "REKLS"), ("adamw", "AdamW")):
         found.append(Method(SEQUENCE.format(word), "sequence", matrices, ranks))
         found.append(Method(f"{word}, overlapped", "overlapped", matrices, ranks))
-        found.append(Method(f"{word}, overlapped, tuned", "tuned", matrices, ranks))
     return [*found, Method("DDP + AdamW", "ddp", "adamw", ranks), Method(ZERO, "zero", "adamw", ranks)]
 
 
-def run(
-    pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Sizes, only: tuple[str, ...], link: Machine
-) -> None:
+def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, sizes: Sizes, only: tuple[str, ...]) -> None:
     """Measure, adding the rows of a number of ranks as soon as it is done. Methods take turns.
 
-    ``only``: those whose names begin so. ``link``: what orders are tuned for.
+    ``only``: those whose names begin so.
     """
     counts = [count for count in (2, 4) if count <= pool.size]
     if not counts:
         raise ValueError(f"bench step compares steps over 2 and 4 ranks, got {pool.size}")
-    if warm_steps < 1:
-        raise ValueError(
-            f"bench step tunes in a step before the first sample: give at least 1 of warm_steps, not {warm_steps}"
-        )
     title = (
         f"one step of {sizes.blocks} blocks (h {sizes.width}), a {sizes.rows} x {sizes.width} table, "
         f"{sizes.vocabulary} token embeddings, {sizes.tokens} tokens of a rank"
@@ -73,7 +64,7 @@ def run(
                 known = ", ".join(one.name for one in methods_on(count))
                 raise ValueError(f"--methods {' '.join(only)}: no method's name begins so; there are {known}")
             facts = _facts(pool, methods, sizes)
-            pool.run(prepare, methods, sizes, warm_steps, link)
+            pool.run(prepare, methods, sizes, warm_steps)
             fill_table(report, "step", partial(_take, pool, facts, repeats), repeats, advance, facts)
 
 
@@ -88,15 +79,12 @@ def _take(pool: RankPool, facts: dict[str, dict[str, Any]], repeats: int, turn: 
 
 
 def _facts(pool: RankPool, methods: list[Method], sizes: Sizes) -> dict[str, dict[str, Any]]:
-    """What is known of every method before it is sampled. Orders change nothing of the peak memory."""
-    facts: dict[str, dict[str, Any]] = {}
-    peaks: dict[Method, float | None] = {}
-    for method in methods:
-        alike = replace(method, name="", kind=method.kind.replace("tuned", "overlapped"))
-        if alike not in peaks:
-            peaks[alike] = highest_megabytes(pool.run(measure_peak, alike, sizes))
-        facts[method.name] = {
-            "case": f"{method.ranks}", "method": method.name, "peak_megabytes": peaks[alike], "weights": [],
+    """What is known of every method before it is sampled."""
+    return {
+        method.name: {
+            "case": f"{method.ranks}", "method": method.name, "weights": [],
+            "peak_megabytes": highest_megabytes(pool.run(measure_peak, method, sizes)),
             **({} if method.is_weft else dict.fromkeys(OF_WEFT)),
-        }  # fmt: skip
-    return facts
+        }
+        for method in methods
+    }  # fmt: skip

@@ -20,7 +20,6 @@ from weft.comm.wire import SoloWire
 from weft.ops.embedding import BigramHashEmbedding, ShardedEmbedding
 from weft.optim import REKLS, OverlappedStep, RowAdam, ShardedAdamW, StepPart
 from weft.parallel.mesh import axis_of_ranks, make_zero_adamw, wrap_with_ddp
-from weft.world import Machine, VirtualWorld
 
 _LR = 1e-3
 _PEAK_STEPS = 3
@@ -43,7 +42,7 @@ Batch = tuple[Tensor, list[Tensor]]  # of a rank in a step: ids of rows, and the
 
 @dataclass(frozen=True)
 class Method:
-    """How the first ``ranks`` ranks step: "sequence", "overlapped" or "tuned" with weft's parts, "ddp" or "zero".
+    """How the first ``ranks`` ranks step: "sequence" or "overlapped" with weft's parts, "ddp" or "zero".
 
     ``matrices``: "rekls" or "adamw".
     """
@@ -93,7 +92,6 @@ class Run:
 
     def __init__(self, axis: Axis, method: Method, sizes: Sizes) -> None:
         self.axis, self.method, self.sizes = axis, method, sizes
-        self.overlapped: OverlappedStep | None = None
         table: nn.Module
         if method.is_weft:
             table = BigramHashEmbedding(sizes.rows, sizes.width, group=axis)
@@ -116,10 +114,7 @@ class Run:
             parts.insert(0, REKLS(model.matrices, variant="stable", group=_alone(), data_group=axis, **options))
             others = [model.tokens, *model.norms]
         parts.insert(-1, ShardedAdamW(others, group=axis, **options))
-        if kind == "sequence":
-            return parts
-        self.overlapped = OverlappedStep(parts, overlap_backward=True)
-        return [self.overlapped]
+        return parts if kind == "sequence" else [OverlappedStep(parts, overlap_backward=True)]
 
     def draw(self, step: int) -> Batch:
         """Bigrams of tokens by Zipf's law; gradients that are different on every rank."""
@@ -130,12 +125,10 @@ class Run:
         shapes = [(*ids.shape, sizes.width), *(parameter.shape for parameter in self.model.dense)]
         return ids, [torch.randn(shape, generator=make) for shape in shapes]
 
-    def step(self, batch: Batch, tune: Machine | None = None) -> None:
-        """What is measured: from ids and gradients to new weights and no gradients; ``tune``: find orders for it."""
+    def step(self, batch: Batch) -> None:
+        """What is measured: from ids and gradients to new weights and no gradients."""
         ids, grads = batch
         torch.autograd.backward(self.wrapped(ids), grads)
-        if tune is not None and self.overlapped is not None:
-            self.overlapped.tune(VirtualWorld(self.axis.size, tune), show=False)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
@@ -186,15 +179,15 @@ def _train(axis: Axis, method: Method, sizes: Sizes) -> None:
         run.step(run.draw(step))
 
 
-def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int, link: Machine) -> None:
-    """Make every method's model, find orders where that is asked for, and step them for a while."""
+def prepare(axis: Axis, methods: list[Method], sizes: Sizes, warm_steps: int) -> None:
+    """Make every method's model, and step them for a while."""
     _made.clear()
     gc.collect()
     for method in methods:
         if axis.rank < method.ranks:
             _made[method.name] = run = Run(_axis_of(axis, method.ranks), method, sizes)
             for step in range(-warm_steps, 0):
-                run.step(run.draw(step), tune=link if method.kind == "tuned" and step == -1 else None)
+                run.step(run.draw(step))
 
 
 def sample(axis: Axis, names: list[str], turn: int) -> dict[str, Sample]:

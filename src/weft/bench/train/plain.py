@@ -110,7 +110,7 @@ class PlainTrainer(Trainer):
     def __init__(self, config: TrainConfig, mesh: ParallelMesh) -> None:
         if mesh.tensor.size > 1:
             raise ValueError(f"train: plain pieces take whole weights, so --tp 1, not {mesh.tensor.size}")
-        super().__init__(replace(config, layout="contiguous", wrap="weft", tune=0), mesh)
+        super().__init__(replace(config, layout="contiguous", wrap="weft"), mesh)
 
     def _make_model(self, vocabulary: int) -> LanguageModel:
         model = super()._make_model(vocabulary)

@@ -18,14 +18,13 @@ from weft.comm.function import outside_autocast
 from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.matrix.plan import Plan, Planner
 from weft.optim.matrix.rule import EigenError, Settings
-from weft.optim.owners import Held, Place, Transfer, is_finite
-from weft.optim.step.compare import Examined
-from weft.optim.step.part import StepPart
+from weft.optim.owners import Bucket, Held, OwnedPart, Place, Transfer
+from weft.optim.step.compare import Examined, is_finite
 from weft.optim.step.state import agree_to_load, find_state_fault, take_apart
 from weft.parallel.dtensor import local_gradient, local_of
 
-MOST_BUCKETS = 4  # more messages than that hide little more
-BUCKET_BYTES = 1 << 20  # of gradients that an owner gets in a bucket, at least: a message has a cost of its own
+BUCKET_BYTES = 8 << 20  # of gradients that an owner gets in a bucket, at most about: nothing hides the first and last
+SMALLEST_BYTES = 1 << 20  # at least: a message has a cost of its own
 _PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
 
@@ -40,17 +39,19 @@ class Task:
 
 
 @dataclass
-class Bucket:
-    """Tasks of the step under way whose pieces travel together. ``weights`` are those that decay gradients."""
+class TaskBucket(Bucket):
+    """Tasks whose pieces travel together. ``weights`` are those that decay gradients."""
 
-    tasks: list[Task]
-    gradients: Transfer | None = None
+    tasks: list[Task] = field(default_factory=list)
     weights: Transfer | None = None
-    arrived: Held | None = None
-    updates: Transfer | None = None
+
+    def drain(self) -> Held:
+        if self.weights is not None:
+            self.weights.wait()
+        return super().drain()
 
 
-class MatrixOptimizer(StepPart):
+class MatrixOptimizer(OwnedPart):
     """What all rules have in common. A subclass fills ``_plans`` (for each parameter) and ``_axes``."""
 
     def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
@@ -60,7 +61,7 @@ class MatrixOptimizer(StepPart):
         self._axes: list[Axis] = []
         self._buckets: list[list[Tensor]] | None = None
         self._bucket_bytes: int | None = None
-        self._under_way: list[Bucket] = []
+        self._under_way: list[TaskBucket] = []
 
     def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
         """What is wrong with the numbers of groups."""
@@ -91,7 +92,6 @@ class MatrixOptimizer(StepPart):
     def examine(self) -> Examined:
         """Which gradients are here; those of replicated parameters must be the same over the tensor axis."""
         found = super().examine()
-        found.names = [self._plans[parameter].name for parameter in found.parameters]
         found.fault = self._find_fault(self.param_groups) or found.fault
         if found.fault is None:
             found.settings = tuple(Settings.of(group) for group in self.param_groups)
@@ -116,7 +116,8 @@ class MatrixOptimizer(StepPart):
         super().begin(present)
         settings = self._settings()
         self._under_way = [
-            Bucket([Task(p, self._plans[p], settings[p]) for p in bucket if p in present]) for bucket in self.buckets()
+            TaskBucket(tasks=[Task(p, self._plans[p], settings[p]) for p in bucket if p in present])
+            for bucket in self.buckets()
         ]
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
@@ -140,29 +141,10 @@ class MatrixOptimizer(StepPart):
         tasks = self._under_way[bucket].tasks
         return bool(tasks) and bool(tasks[0].plan.owners.axes)
 
-    def advance(self, bucket: int) -> None:
-        """Over data x tensor ranks gradients and updates travel in two hops."""
-        moving = self._under_way[bucket].updates or self._under_way[bucket].gradients
-        if moving is not None:
-            moving.advance()
-
-    def _arrive(self, one: Bucket) -> Held:
-        """The whole gradients of the parameters this rank owns, in the dtype of the work; None for others."""
-        if one.arrived is None:
-            found = [] if one.gradients is None else one.gradients.wait()
-            one.arrived, one.gradients = [
-                grad.to(task.plan.wide).contiguous() if task.plan.is_mine and grad is not None else None
-                for task, grad in zip(one.tasks, found, strict=True)
-            ], None  # fmt: skip
-        return one.arrived
-
-    def squared_norm(self, bucket: int) -> Tensor:
-        """Of the whole gradients this rank owns; of what every rank steps alone, each element once."""
-        one, squares = self._under_way[bucket], torch.zeros((), dtype=torch.float64)
-        for task, grad in zip(one.tasks, self._arrive(one), strict=True):
-            if grad is not None and task.plan.counts_here(task.parameter, self._axes):
-                squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square().cpu()
-        return squares
+    def _counts(self, one: TaskBucket, place: int) -> bool:
+        """Of what every rank steps alone, each element once."""
+        task = one.tasks[place]
+        return task.plan.counts_here(task.parameter, self._axes)
 
     def work_on(self, bucket: int, scale: float) -> None:
         """Apply the rules to what this rank owns, with gradients times ``scale``; start updates on their way back."""
@@ -172,7 +154,7 @@ class MatrixOptimizer(StepPart):
         now, numbers = self._settings(), {parameter: number for number, parameter in enumerate(self._plans)}
         weights = iter([] if one.weights is None else one.weights.wait())
         one.weights, updates = None, list[Tensor | None]()
-        for task, grad in zip(one.tasks, self._arrive(one), strict=True):
+        for task, grad in zip(one.tasks, one.arrive(), strict=True):
             weight = next(weights) if task.settings.decays_gradient else None
             if now[task.parameter].decays_gradient == task.settings.decays_gradient:  # else `examine` refuses the step
                 task.settings = now[task.parameter]  # a scheduler may have changed the rate since gradients left
@@ -183,7 +165,7 @@ class MatrixOptimizer(StepPart):
             work = partial(self._apply_rule, task, number, grad, scale, weight)
             updates.append(self.attempt(number, work, partial(torch.zeros_like, grad)))
         one.arrived = []
-        one.updates = one.tasks[0].plan.owners.scatter("REKLS", [task.plan.route for task in one.tasks], updates)
+        one.results = one.tasks[0].plan.owners.scatter("REKLS", [task.plan.route for task in one.tasks], updates)
 
     def _apply_rule(self, task: Task, number: int, grad: Tensor, scale: float, weight: Tensor | None) -> Tensor:
         """The update of a parameter; the new state stays apart. What fails is noted, and nobody will apply it."""
@@ -200,19 +182,13 @@ class MatrixOptimizer(StepPart):
         self.failed = self.failed or 1 + number
         return torch.zeros_like(grad)
 
-    def commit(self, accepted: bool) -> None:
-        """Apply the updates that come back, and keep the owned states."""
-        under_way, self._under_way = self._under_way, []
-        for one in under_way:
-            for moving in (one.gradients, one.weights):
-                if moving is not None:
-                    moving.wait()
-            updates = [] if one.updates is None else one.updates.wait()
-            for task, update in zip(one.tasks, updates, strict=True) if accepted else ():
-                assert update is not None
-                _apply_update(task, update)
-                self.state[task.parameter]["step"] += 1
-                self.state[task.parameter].update(task.new_state)
+    def _accept(self, one: TaskBucket, results: Held) -> None:
+        """Apply the updates, and keep the owned states."""
+        for task, update in zip(one.tasks, results, strict=True):
+            assert update is not None
+            _apply_update(task, update)
+            self.state[task.parameter]["step"] += 1
+            self.state[task.parameter].update(task.new_state)
 
     # Saving and loading.
 
@@ -259,10 +235,10 @@ def _apply_update(task: Task, update: Tensor) -> None:
 def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list[list[int]]:
     """Indices of plans whose pieces travel together, in the order in which they are worked on.
 
-    An owner gets about ``bucket_bytes`` of gradients in a bucket; None: at least `BUCKET_BYTES`, in at most
-    `MOST_BUCKETS`. What does not travel comes first: it is worked on while the first pieces are on their way. Nothing
-    hides the first pieces' way to their owners and the last ones' way back, so each owner's two smallest matrices go
-    first and last.
+    An owner gets about ``bucket_bytes`` of gradients in a bucket; None: `BUCKET_BYTES`, or if that is less than four
+    buckets, up to four of at least `SMALLEST_BYTES`. What does not travel comes first: it is worked on while the first
+    pieces are on their way. Nothing hides the first pieces' way to their owners and the last ones' way back, so each
+    owner's two smallest matrices go first and last.
     """
     by_ranks: dict[int, list[int]] = {}
     for index, plan in enumerate(plans):
@@ -276,7 +252,9 @@ def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list
         for index in sorted(indices, key=lambda index: plans[index].elements):
             of_owner.setdefault(plans[index].route.owner, []).append(index)
         most = max(sum(plans[at].elements * plans[at].wide.itemsize for at in some) for some in of_owner.values())
-        wanted = min(MOST_BUCKETS, max(1, most // BUCKET_BYTES)) if bucket_bytes is None else -(-most // bucket_bytes)
+        wanted = max(1, -(-most // (bucket_bytes or BUCKET_BYTES)))
+        if bucket_bytes is None:
+            wanted = max(wanted, min(4, most // SMALLEST_BYTES))
         filled: list[list[int]] = [[] for _ in range(min(wanted, max(len(some) for some in of_owner.values())))]
         for some in of_owner.values():
             for index, bucket in zip(some, _bucket_of_each(len(some), len(filled)), strict=True):

@@ -18,7 +18,7 @@ from weft.optim.matrix.engine import MatrixOptimizer
 from weft.optim.matrix.plan import RULES, find_placements
 from weft.optim.matrix.rule import DECAY_METHODS
 from weft.optim.step.compare import gather_verdict, join_faults
-from weft.optim.step.part import find_kind_fault, find_listed_twice, find_option_fault, first_group_fault, list_params
+from weft.optim.step.part import find_kind_fault, find_listed_twice, find_option_fault, first_group_fault
 from weft.optim.step.state import first_count
 from weft.parallel.dtensor import is_dtensor
 
@@ -83,7 +83,7 @@ class REKLS(MatrixOptimizer):
             self._data_only = data_axis.size > 1
             tensor_axis = data_axis.subset([data_axis.rank])  # weights are whole on the ranks that average
         self._begin(tensor_axis, data_axis)
-        listed = find_option_fault("REKLS", on_nonfinite, None, self._rank) or list_params("REKLS", params, self._rank)
+        listed = find_option_fault("REKLS", on_nonfinite, None, self._rank) or _list_params(params, self._rank)
         if isinstance(listed, Exception):
             self._refuse(listed)
         defaults = {
@@ -163,6 +163,16 @@ class REKLS(MatrixOptimizer):
         twin._axes, twin._data_only = list(self._axes), self._data_only
         twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}
         return twin
+
+
+def _list_params(params: Any, rank: int) -> list[Any] | Exception:
+    """``params`` as a list, or what torch's optimizers say of what is none."""
+    if isinstance(params, Tensor):
+        return TypeError(f"REKLS: params must be an iterable of tensors or groups, got one tensor{at(rank)}")
+    listed = read("REKLS", rank, lambda: list(params))
+    if isinstance(listed, Exception):
+        return TypeError(f"REKLS: params must be an iterable of tensors or groups, got {show(params)}{at(rank)}")
+    return listed or ValueError(f"REKLS: params are empty{at(rank)}")
 
 
 def _find_group_fault(group: dict[str, Any]) -> Exception | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from weft.ops.embedding import RowTable
 from weft.optim.rows.state import MOMENTS, Costs, RowState, RowUpdate
 from weft.optim.rows.steps import RowCosts
 from weft.optim.step.compare import Examined
-from weft.optim.step.part import StepPart, call_closure, find_kind_fault, first_group_fault
+from weft.optim.step.part import StepPart, call_closure, find_adam_fault, first_group_fault
 from weft.optim.step.state import OF_TORCH, keep_own_options, take_apart
 
 MODES = ("exact", "lazy", "auto")
@@ -247,14 +246,9 @@ class RowAdam(StepPart):
 
 def find_group_fault(group: dict[str, Any]) -> Exception | None:
     """What cannot be right, before anything is changed."""
-    if fault := find_kind_fault("RowAdam", group, "eps", "weight_decay"):
+    if fault := find_adam_fault("RowAdam", group):
         return fault
-    (b1, b2), lr, eps, decay = group["betas"], float(group["lr"]), group["eps"], group["weight_decay"]
-    if not all(0 <= value < math.inf for value in (lr, eps, decay)):
-        words = "lr, eps and weight_decay must be finite and not negative"
-        return ValueError(f"RowAdam: {words}, got {lr}, {eps} and {decay}")
-    if not (0 <= b1 < 1 and 0 <= b2 < 1):
-        return ValueError(f"RowAdam: betas must be in [0, 1), got ({b1}, {b2})")
+    lr, decay = float(group["lr"]), group["weight_decay"]
     if lr * decay >= 1:
         return ValueError(f"RowAdam: lr * weight_decay must be below 1, got {lr} * {decay}")
     if fault := find_choice_fault("RowAdam", "mode", group["mode"], None, MODES):

@@ -16,9 +16,9 @@ from weft.comm.ledger import Event
 from weft.ops.embedding import RowTable
 from weft.ops.embedding.ids import ScratchMemory
 from weft.ops.embedding.whole import from_checkpoint, to_checkpoint
-from weft.optim.owners import is_finite
 from weft.optim.rows.skipped_steps import StepHistory
 from weft.optim.rows.steps import AdamStep, RowCosts, Shard, catch_up_rows, step_dense, step_rows
+from weft.optim.step.compare import is_finite
 from weft.optim.step.state import first_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -14,21 +14,20 @@ from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
 from weft.comm.function import outside_autocast
 from weft.errors import as_fault
-from weft.optim.owners import Held, Owners
+from weft.optim.owners import Held, OwnedPart, Owners
 from weft.optim.slices.layout import (
-    Bucket,
     Piece,
+    PieceBucket,
     Range,
     cut_bucket,
     cut_pieces,
     fill_buckets,
-    find_group_fault,
     find_wrapper_fault,
     read_parameters,
 )
 from weft.optim.slices.state import check_slices, load_slices, save_slices
-from weft.optim.step.compare import Examined
-from weft.optim.step.part import StepPart, find_option_fault, first_group_fault
+from weft.optim.step.compare import Examined, names_of, parameters_of
+from weft.optim.step.part import find_adam_fault, find_option_fault, first_group_fault
 from weft.optim.step.state import (
     OF_TORCH,
     agree_to_load,
@@ -41,7 +40,7 @@ from weft.optim.step.state import (
 _ADD = "ShardedAdamW.add_param_group"
 
 
-class ShardedAdamW(StepPart):
+class ShardedAdamW(OwnedPart):
     """AdamW for parameters that every rank of ``group`` has, with gradients that are each rank's own.
 
     Parameters stand in buckets of about ``bucket_bytes``, the last ones first; each rank owns a flat slice of each
@@ -91,7 +90,7 @@ class ShardedAdamW(StepPart):
         self._buckets: list[list[Piece]] = []
         self._ranges: dict[Tensor, list[Range]] = {}
         self._names: dict[Tensor, str] = {}
-        self._under_way: list[Bucket] = []
+        self._under_way: list[PieceBucket] = []
         self._looked_for_wrappers = False
         self._waiting: list[Tensor] | None = []  # parameters of the constructor's groups, which share buckets
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -131,11 +130,8 @@ class ShardedAdamW(StepPart):
         if isinstance(options, Exception):
             self._axis.refuse(_ADD, options, metadata=0)
         self._axis.begin(_ADD, options, metadata=[]).metadata.wait()
-        for place, group in enumerate(self.param_groups):
-            numbers = [f"parameter {number} of group {place}" for number in range(len(group["params"]))]
-            for parameter, name in zip(group["params"], group.get("param_names", numbers), strict=True):
-                self._names[parameter] = name
-                self._ranges.setdefault(parameter, [])  # in this order, which is that of checkpoints
+        self._names = dict(zip(parameters_of(self), names_of(self), strict=True))
+        self._ranges = {parameter: self._ranges.get(parameter, []) for parameter in self._names}  # as checkpoints are
         ordered = parameters[::-1]  # a backward gives the last ones first
         for bucket in fill_buckets([p.numel() * p.element_size() for p in ordered], self._bucket_bytes):
             some = [ordered[index] for index in bucket]
@@ -179,7 +175,8 @@ class ShardedAdamW(StepPart):
     def examine(self) -> Examined:
         """Which gradients are here, and whether somebody else averages them."""
         found = super().examine()
-        fault = first_group_fault("ShardedAdamW", self.param_groups, find_group_fault, self._axis.rank)
+        find = partial(find_adam_fault, "ShardedAdamW")
+        fault = first_group_fault("ShardedAdamW", self.param_groups, find, self._axis.rank)
         found.fault = fault or found.fault
         if not self._looked_for_wrappers and self._axis.size > 1:
             self._looked_for_wrappers = True
@@ -189,7 +186,9 @@ class ShardedAdamW(StepPart):
     def begin(self, present: Collection[Tensor]) -> None:
         """Take the pieces of what has gradients."""
         super().begin(present)
-        self._under_way = [Bucket([piece for piece in some if piece.parameter in present]) for some in self._buckets]
+        self._under_way = [
+            PieceBucket(pieces=[one for one in some if one.parameter in present]) for some in self._buckets
+        ]
 
     def send(self, bucket: int) -> None:
         """Start gradients to the owners of their slices."""
@@ -197,34 +196,20 @@ class ShardedAdamW(StepPart):
         grads = [piece.of(self.gradient_of(piece.parameter)) for piece in one.pieces]
         one.gradients = self._owners.gather("ShardedAdamW", one.routes, grads)
 
-    def _arrive(self, one: Bucket) -> Held:
-        if one.arrived is None:
-            assert one.gradients is not None
-            one.arrived, one.gradients = one.gradients.wait(), None
-        return one.arrived
-
-    def squared_norm(self, bucket: int) -> Tensor:
-        """Of the averaged gradients of the slices this rank owns."""
-        squares = torch.zeros((), dtype=torch.float64)
-        for grad in self._arrive(self._under_way[bucket]):
-            if grad is not None:
-                squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square().cpu()
-        return squares
-
     def work_on(self, bucket: int, scale: float) -> None:
         """AdamW on the slices this rank owns; new weights start on their way to all."""
         one = self._under_way[bucket]
         groups = {p: group for group in self.param_groups for p in group["params"]}
         numbers = {p: number for number, p in enumerate(groups)}
         mine: Held = [None] * len(one.pieces)
-        for place, (piece, grad) in enumerate(zip(one.pieces, self._arrive(one), strict=True)):
+        for place, (piece, grad) in enumerate(zip(one.pieces, one.arrive(), strict=True)):
             if grad is not None:
                 step = partial(self._step, one, piece, grad, scale, groups[piece.parameter])
                 mine[place] = self.attempt(numbers[piece.parameter], step, partial(piece.of, piece.parameter))
         one.arrived = []
-        one.weights = self._owners.scatter("ShardedAdamW", one.routes, mine)
+        one.results = self._owners.scatter("ShardedAdamW", one.routes, mine)
 
-    def _step(self, one: Bucket, piece: Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
+    def _step(self, one: PieceBucket, piece: Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
         """The piece after the step, in its parameter's dtype. The step may yet be dropped, so it is made on copies.
 
         A master follows a weight that was changed since the last step (loaded, clamped, made anew): where the weight is
@@ -245,23 +230,15 @@ class ShardedAdamW(StepPart):
         )  # fmt: skip
         return wide.to(own.dtype)
 
-    def commit(self, accepted: bool) -> None:
-        """Write the weights that come back, and count the step."""
-        under_way, self._under_way = self._under_way, []
-        for one in under_way:
-            if one.gradients is not None:
-                one.gradients.wait()
-            weights = [] if one.weights is None else one.weights.wait()
-            if not accepted:
-                continue
-            for piece, weight in zip(one.pieces, weights, strict=True):
-                assert weight is not None
-                piece.write(weight)
-            for piece, new in one.states:
-                self.state[piece.parameter].update(new)
-        if accepted:
-            for parameter in {piece.parameter for one in under_way for piece in one.pieces}:
-                self.state[parameter]["step"] += 1
+    def _accept(self, one: PieceBucket, results: Held) -> None:
+        """Write the new weights, and count the step."""
+        for piece, weight in zip(one.pieces, results, strict=True):
+            assert weight is not None
+            piece.write(weight)
+        for piece, new in one.states:
+            self.state[piece.parameter].update(new)
+        for parameter in {piece.parameter for piece in one.pieces}:
+            self.state[parameter]["step"] += 1
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("ShardedAdamW: an optimizer with sharded state is not pickled or copied; save its state_dict()")

@@ -9,6 +9,7 @@ import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.comm import Axis
 from weft.ops.embedding import RowTable
-from weft.optim.owners import Averaged, Held, Route, Transfer
+from weft.optim.owners import Averaged, Bucket, Route
 from weft.optim.step.compare import join_faults
-from weft.optim.step.part import find_kind_fault, find_listed_twice, first_group_fault
+from weft.optim.step.part import find_adam_fault, find_listed_twice, first_group_fault
 from weft.parallel.dtensor import is_dtensor
 
 Range = tuple[int, int]  # of a flattened tensor: start, stop
@@ -47,13 +48,10 @@ class Piece:
 
 
 @dataclass
-class Bucket:
-    """Pieces that travel together, in the step under way. ``states``: what owned pieces' states will be."""
+class PieceBucket(Bucket):
+    """Pieces that travel together. ``states``: what owned pieces' states will be."""
 
-    pieces: list[Piece]
-    gradients: Transfer | None = None
-    arrived: Held | None = None
-    weights: Transfer | None = None
+    pieces: list[Piece] = field(default_factory=list)
     states: list[tuple[Piece, dict[str, Tensor]]] = field(default_factory=list)
 
     @property
@@ -128,7 +126,7 @@ def read_parameters(
 ) -> _Options | Exception:
     """Of parameters that are added to the last of ``groups``: what the ranks must share, or all that is wrong."""
     fault = join_faults([
-        first_group_fault("ShardedAdamW", groups, find_group_fault, rank),
+        first_group_fault("ShardedAdamW", groups, partial(find_adam_fault, "ShardedAdamW"), rank),
         *(find_listed_twice("ShardedAdamW", group["params"], rank) for group in groups),
         *(_find_parameter_fault(number, parameter, rank) for number, parameter in enumerate(parameters)),
     ])  # fmt: skip
@@ -138,21 +136,6 @@ def read_parameters(
         tuple(parameter.device.type for parameter in parameters),
         bucket_bytes,
     )
-
-
-def find_group_fault(group: dict[str, Any]) -> Exception | None:
-    """What is wrong with the numbers of a parameter group, if anything."""
-    if fault := find_kind_fault("ShardedAdamW", group, "eps", "weight_decay"):
-        return fault
-    lr, (b1, b2) = float(group["lr"]), group["betas"]
-    if not all(0 <= value < float("inf") for value in (lr, group["eps"], group["weight_decay"])):
-        return ValueError(
-            f"ShardedAdamW: lr, eps and weight_decay must be finite and not negative, got {lr}, {group['eps']} and "
-            f"{group['weight_decay']}"
-        )
-    if not (0 <= b1 < 1 and 0 <= b2 < 1):
-        return ValueError(f"ShardedAdamW: betas must be in [0, 1), got ({b1}, {b2})")
-    return None
 
 
 def _find_parameter_fault(number: int, parameter: Tensor, rank: int) -> Exception | None:

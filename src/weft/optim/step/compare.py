@@ -14,7 +14,6 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.errors import CommError, DeadlockError, DisagreementError, NcclRuleError, RankError, name_ranks
-from weft.optim.owners import is_finite
 from weft.parallel.dtensor import local_of
 
 Merge = Callable[[Axis, list[tuple[int, ...]]], list[int]]
@@ -24,6 +23,33 @@ _BITS = 62  # of an integer, for a bit each
 _ALIKE = 1e-3  # how far the norm of replicated gradients may differ between ranks: rounding, not another batch
 _CHUNK = 1 << 20  # elements looked at together: a digest needs little memory
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Their names, or their numbers."""
+    return [
+        group["param_names"][at] if "param_names" in group else f"parameter {at} of group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for at in range(len(group["params"]))
+    ]
+
+
+def is_finite(*tensors: Tensor) -> bool:
+    """Whether all elements are.
+
+    A sum that is finite is one of finite elements, and much cheaper than a look at each: that is only taken where it is
+    not, since it may have overflowed.
+    """
+    if not tensors:
+        return True
+    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    joined = torch.stack([one.to(sums[0].device, torch.float64) for one in sums])
+    return bool(torch.isfinite(joined).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def is_lost(error: Exception) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.optim.step.orders import Unit
-from weft.optim.step.run import StepRun
-from weft.optim.step.verbs import PartVerbs, names_of, parameters_of
+from weft.optim.step.compare import names_of, parameters_of
+from weft.optim.step.part import StepPart
+from weft.optim.step.run import StepRun, Unit
 from weft.parallel.dtensor import local_of
 
 _watched = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook
@@ -111,7 +111,7 @@ class EarlyGradients:
     def has_begun(self) -> bool:
         return self._run is not None
 
-    def find_fault(self, parts: Mapping[str, PartVerbs], scaler: str | None, rank: int) -> Exception | None:
+    def find_fault(self, parts: Mapping[str, StepPart], scaler: str | None, rank: int) -> Exception | None:
         """Whether a gradient was changed after it had left.
 
         ``scaler``: whether a GradScaler has "unscaled" them, or will not and has "looked" at them: it then multiplies

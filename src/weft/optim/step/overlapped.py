@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,30 +10,23 @@ import torch
 from torch import Tensor
 
 from weft.comm.arguments import find_flag_fault, find_integer_fault, show
-from weft.optim.step.compare import gather_verdict
+from weft.optim.step.compare import gather_verdict, parameters_of
 from weft.optim.step.early_gradients import EarlyGradients
-from weft.optim.step.orders import Orders, list_units, name_parts
 from weft.optim.step.part import StepPart, call_closure, find_option_fault
 from weft.optim.step.record import StepRecord
-from weft.optim.step.replay import World
-from weft.optim.step.run import StepRun, union_of_axes
-from weft.optim.step.state import agree_to_load, join_states, read_orders, read_states
-from weft.optim.step.tune import Tuning, tune
-from weft.optim.step.verbs import parameters_of
-
-logger = logging.getLogger(__name__)
+from weft.optim.step.run import StepRun, Unit, union_of_axes
+from weft.optim.step.state import agree_to_load, join_states, read_states
 
 
 class OverlappedStep(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` made of parts: `ShardedAdamW`, `REKLS`, `RowAdam`, or a `StepPart` of one's own.
 
-    All gradients are sent, in the order of ``scatter_order``; then buckets are worked on in the order of
-    ``work_order``, each as its gradients arrive, and send their results on while the next is worked on. The result is
-    that of the parts one after the other, to the bit, in any order.
+    All gradients are sent; then buckets are worked on, each as its gradients arrive, and send their results on while
+    the next is worked on: tables first, then the parts as they are listed. The result is that of the parts one after
+    the other, to the bit, in any order.
 
-    ``scatter_order`` and ``work_order`` name parts (``"REKLS"``) or buckets (``"REKLS.0"``); what they do not name
-    follows. None: a default, until `tune` has found better ones. ``bucket_bytes``: gradients of an owner in a bucket of
-    `ShardedAdamW` or `REKLS`; a table is one bucket.
+    ``bucket_bytes``: gradients of an owner in a bucket of `ShardedAdamW` or `REKLS`; None: as these were made. A table
+    is one bucket.
 
     ``clip``: the largest norm of all gradients together, rows and matrices that lie on several ranks counted once.
     ``norm`` is the last one before clipping. ``overlap_backward``: buckets leave within the backward, once their
@@ -59,8 +51,6 @@ class OverlappedStep(torch.optim.Optimizer):
         self,
         parts: Sequence[StepPart],
         *,
-        scatter_order: Sequence[str] | None = None,
-        work_order: Sequence[str] | None = None,
         bucket_bytes: int | None = None,
         clip: float | None = None,
         overlap_backward: bool = False,
@@ -69,11 +59,9 @@ class OverlappedStep(torch.optim.Optimizer):
         try:
             _check(parts, clip, bucket_bytes, overlap_backward, on_nonfinite)
             self.parts = name_parts(parts)
-            self._given = scatter_order, work_order
             self._clip, self._on_nonfinite = None if clip is None else float(clip), on_nonfinite
             self.norm: float | None = None
             self._last: StepRecord | None = None
-            self._committed: dict[str, float] = {}  # seconds that writing took in the last step
             self._expected: list[Tensor] | None = None
             for part in parts:
                 if bucket_bytes is not None:
@@ -85,124 +73,71 @@ class OverlappedStep(torch.optim.Optimizer):
             self._refresh()
             self._rank = self.axes[-1].rank if self.axes else 0
             self._early = EarlyGradients(self._make_run) if overlap_backward else None
-            self._arrange(None)
+            self._arrange()
         except Exception as error:  # ranks that go on wait for this one, making buckets anew or at the next step
             given = [part for part in parts if isinstance(part, StepPart)] if isinstance(parts, tuple | list) else []
             for axis in union_of_axes(given):
                 axis.publish_fault("OverlappedStep", error)
             raise
 
-    # Orders.
-
-    @property
-    def orders(self) -> Orders:
-        """The names of buckets, as they send their gradients and as they are worked on."""
-        return self._orders
-
-    def _arrange(self, orders: Orders | None) -> None:
-        """Take these orders, or those that were given."""
-        self.units = list_units(self.parts)
-        if orders is None:
-            orders = Orders.read(*self._given, self.units, early=self._early is not None)
-        self._orders = orders
+    def _arrange(self) -> None:
+        """Put the buckets of all parts in their order."""
+        self.units = order_units(self.parts, early=self._early is not None)
         self._arm()
 
     def _arm(self) -> None:
         if self._early is not None:
             wanted = [p for p in parameters_of(self) if p.requires_grad]
-            self._early.arm(self._orders.sort(self.units)[0], wanted if self._expected is None else self._expected)
+            self._early.arm(self.units, wanted if self._expected is None else self._expected)
 
-    def _make_run(self, *, dry_run: bool = False) -> StepRun:
-        return StepRun("OverlappedStep", self.parts, (self._clip, self._on_nonfinite), dry_run=dry_run)
-
-    # The step.
+    def _make_run(self) -> StepRun:
+        return StepRun("OverlappedStep", self.parts, self.units, self._clip, self._on_nonfinite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parts. Every rank must call it; a ``closure`` is called on each of them."""
         loss = call_closure(closure)
-        self._run_once(self._orders, self._on_nonfinite)
-        return loss
-
-    def _run_once(self, orders: Orders, on_nonfinite: str | None) -> str | None:
-        """One step in some orders; None for ``on_nonfinite``: a dry run, which changes nothing."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scatter, work = orders.sort(self.units)
-        early = self._early if on_nonfinite is not None else None
-        run, sent = early.take() if early is not None else (self._make_run(dry_run=on_nonfinite is None), [])
+        run, sent = (self._make_run(), []) if self._early is None else self._early.take()
         self._last = run.record
         try:
             with run.record.stepping():
-                if early is None:
-                    self._expected = run.start(scatter, found_inf)
-                    self.norm = run.work(work, self._clip, grad_scale)
+                if self._early is None:
+                    self._expected = run.start(found_inf)
+                    self.norm = run.work(grad_scale)
                 else:
                     scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
-                    fault = early.find_fault(self.parts, scaler, self._rank)
-                    self._expected, self.norm = run.work_on_sent(
-                        sent, scatter, work, self._clip, grad_scale, found_inf, fault
-                    )
-                reason = run.finish(on_nonfinite)
-            if reason is None and on_nonfinite is not None:
-                self._committed = dict(run.record.committed)
+                    fault = self._early.find_fault(self.parts, scaler, self._rank)
+                    self._expected, self.norm = run.work_on_sent(sent, grad_scale, found_inf, fault)
+                run.finish()
         finally:
             self._arm()
-        return reason
+        return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
         """With ``overlap_backward``: backwards in here accumulate gradients and send none, but those of tables."""
         return nullcontext() if self._early is None else self._early.paused()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. With ``overlap_backward`` all ranks must call it: what is under way is waited for and dropped."""
-        self._drop_early()
+        """As torch's. With ``overlap_backward`` all ranks must call it: what is under way is waited for and dropped.
+
+        Ranks gather whether any gradients have left: a rank whose backward failed sends what the others wait for.
+        """
+        if self._early is not None:
+            begun = gather_verdict(
+                self.axes, "OverlappedStep.zero_grad", None, [int(self._early.has_begun)],
+                lambda axis, rows: [max(row[0] for row in rows)],
+            )[0]  # fmt: skip
+            if begun:
+                self._early.take()[0].drop()
+            self._arm()
         for part in self.parts.values():
             part.zero_grad(set_to_none)
-
-    def _drop_early(self) -> None:
-        """Wait for gradients that left in the backward, and forget that they did.
-
-        Ranks gather whether any have left: a rank whose backward failed sends what the others wait for.
-        """
-        if self._early is None:
-            return
-        begun = gather_verdict(
-            self.axes, "OverlappedStep.zero_grad", None, [int(self._early.has_begun)],
-            lambda axis, rows: [max(row[0] for row in rows)],
-        )[0]  # fmt: skip
-        if begun:
-            self._early.take()[0].drop()
-        self._arm()
 
     def explain(self) -> StepRecord:
         """What the last step sent, what of it was hidden and what was exposed, by part, on this rank."""
         if self._last is None or self._last.ended is None:
             raise RuntimeError("OverlappedStep: explain() tells of the last step, and there has been none")
-        return self._last
-
-    @torch.no_grad()
-    def tune(self, world: World, *, tries: int = 64, measure: int = 3, show: bool = True) -> Tuning:
-        """Find good orders: call it after a backward, before the step; all ranks must. Nothing is changed but orders.
-
-        A dry run of the step records its messages and the seconds of its work. Then ``tries`` orders are run in virtual
-        time in ``world``: a `weft.world.VirtualWorld` with a machine, of as many ranks as take part. On processes the
-        best ``measure`` of them and the present ones then have dry runs in turn, and the fastest is kept. The same
-        orders are taken on every rank and saved with the state; rank 0 prints the table (``show``).
-        """
-        self._drop_early()
-        found = tune(self, world, tries, measure)
-        self._arrange(found.orders)
-        if show and max((axis.rank for axis in self.axes), default=0) == 0:
-            found.show()
-        return found
-
-    def dry_run(self, orders: Orders) -> StepRecord:
-        """A step whose results are dropped. Gradients must be there."""
-        reason = self._run_once(orders, None)
-        if reason is not None:
-            raise RuntimeError(f"OverlappedStep: tune() needs a step that can be made, but {reason}")
-        assert self._last is not None
-        self._last.committed.update(self._committed)  # a dry run writes nothing
         return self._last
 
     # Parameter groups and states: those of the parts, one after the other.
@@ -222,8 +157,7 @@ class OverlappedStep(torch.optim.Optimizer):
         self.parts[name].add_param_group(group)
         self._refresh()
         self._expected = None
-        self._given = self._orders.scatter, self._orders.work
-        self._arrange(None)
+        self._arrange()
 
     def _refresh(self) -> None:
         """The groups and states of the parts, which they may have made anew."""
@@ -235,8 +169,8 @@ class OverlappedStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: the states of the parts, numbered through, and the orders. All ranks must ask."""
-        return join_states([part.state_dict() for part in self.parts.values()], self._orders)
+        """As torch's: the states of the parts, numbered through. All ranks must ask."""
+        return join_states([part.state_dict() for part in self.parts.values()])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -246,16 +180,32 @@ class OverlappedStep(torch.optim.Optimizer):
         for part, one in zip(self.parts.values(), split, strict=True):
             part.load_state_dict(one)
         self._refresh()
-        orders = read_orders(state_dict)
-        if orders is not None:
-            names = {unit.name for unit in list_units(self.parts)}
-            if {*orders.scatter} == names and {*orders.work} == names:
-                self._arrange(orders)
-            else:
-                logger.info("OverlappedStep: the saved orders are of other buckets; tune() again (rank %d)", self._rank)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("OverlappedStep: parts over several ranks are not pickled or copied; save the state_dict()")
+
+
+def name_parts(parts: Sequence[StepPart]) -> dict[str, StepPart]:
+    """Each part by the name of its class; the second of a class is called ``REKLS_2``, and so on.
+
+    >>> import weft
+    >>> one, other = (weft.optim.ShardedAdamW([torch.nn.Parameter(torch.ones(2))]) for _ in range(2))
+    >>> list(name_parts([one, other]))
+    ['ShardedAdamW', 'ShardedAdamW_2']
+    """
+    named: dict[str, StepPart] = {}
+    for part in parts:
+        kind = type(part).__name__
+        count = sum(type(other).__name__ == kind for other in named.values())
+        named[kind if not count else f"{kind}_{count + 1}"] = part
+    return named
+
+
+def order_units(parts: Mapping[str, StepPart], early: bool) -> list[Unit]:
+    """Buckets as they send and are worked on. Tables first: their gradients leave in the backward, and are there while
+    others travel. ``early``: all leave in the backward, which comes to tables last."""
+    units = [Unit(name, part, bucket) for name, part in parts.items() for bucket in range(len(part.buckets()))]
+    return sorted(units, key=lambda unit: unit.part.sends_in_step != early)
 
 
 def _check(

@@ -16,13 +16,10 @@ _HEAD = ("part", "MB sent", "messages", "under way ms", "hidden ms", "exposed ms
 
 
 @dataclass
-class UnitRecord:
-    """One unit in one step: its messages out and back, and the seconds of packing gradients and of its work, waits
-    not counted."""
+class Done:
+    """What one part did in one step: the messages it started, and seconds of its work, waits not counted."""
 
-    sends: Ledger = field(default_factory=Ledger)
-    returns: Ledger = field(default_factory=Ledger)
-    packing: float = 0.0
+    events: list[Event] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -39,15 +36,15 @@ class PartRow:
     work: float
 
     @staticmethod
-    def of(part: str, events: list[Event], work: float) -> PartRow:
-        ended = [event for event in events if event.end is not None]
+    def of(part: str, done: Done) -> PartRow:
+        ended = [event for event in done.events if event.end is not None]
         return PartRow(
             part,
-            sum(event.bytes_sent for event in events),
-            sum(len(event.sends) for event in events),
+            sum(event.bytes_sent for event in done.events),
+            sum(len(event.sends) for event in done.events),
             sum((event.end or 0.0) - event.start for event in ended),
             sum(event.waited for event in ended),
-            work,
+            done.seconds,
         )
 
     @property
@@ -70,11 +67,9 @@ class StepRecord:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, rank: int = 0) -> None:
         self._clock, self._rank = clock, rank
-        self.units: dict[str, UnitRecord] = {}
-        self.agreeing = Ledger()
-        self.work: list[Event] = []
-        self.examined = 0.0  # seconds of looking through gradients
-        self.committed: dict[str, float] = {}  # seconds of writing what came back, by part
+        self._parts: dict[str, Done] = {}
+        self._agreeing = Done()
+        self._work: list[Event] = []  # for the trace
         self.began: float | None = None
         self.ended: float | None = None
 
@@ -87,65 +82,25 @@ class StepRecord:
         finally:
             self.ended = self._clock()
 
-    def of(self, unit: str) -> UnitRecord:
-        return self.units.setdefault(unit, UnitRecord())
+    def of(self, part: str) -> Done:
+        return self._agreeing if part == AGREEING else self._parts.setdefault(part, Done())
 
     @contextmanager
-    def sending(self, unit: str) -> Iterator[None]:
-        mine = self.of(unit)
-        pending = [event for event in mine.sends.events if event.end is None]
+    def doing(self, part: str, work: str | None = None) -> Iterator[None]:
+        """Around what a part does: the messages that it starts are its own, what it waits for is not its time.
+
+        ``work``: what it is called in the trace.
+        """
+        mine = self.of(part)
+        pending = [event for event in mine.events if event.end is None]
         start = self._clock()
         with record() as ledger:
             yield
-        mine.sends.events += ledger.events
-        mine.packing += max(0.0, self._clock() - start - sum(event.waited for event in pending))
-
-    @contextmanager
-    def returning(self, unit: str) -> Iterator[None]:
-        with record() as ledger:
-            yield
-        self.of(unit).returns.events += ledger.events
-
-    @contextmanager
-    def working(self, unit: str) -> Iterator[None]:
-        """Around work: messages that it starts go back, or on; what it waits for is not its own time."""
-        mine = self.of(unit)
-        pending = [event for event in mine.sends.events + mine.returns.events if event.end is None]
-        start = self._clock()
-        with record() as ledger:
-            yield
-        end = self._note(f"work: {unit}", start)
-        mine.returns.events += ledger.events
-        mine.seconds += max(0.0, end - start - sum(event.waited for event in pending + ledger.events))
-
-    def _note(self, what: str, start: float) -> float:
-        """Work until now, for the trace."""
         end = self._clock()
-        self.work.append(Event(what, self._rank, start=start, end=end, lane="work"))
-        return end
-
-    @contextmanager
-    def examining(self) -> Iterator[None]:
-        start = self._clock()
-        yield
-        self.examined += self._note("examine", start) - start
-
-    @contextmanager
-    def committing(self, part: str) -> Iterator[None]:
-        pending = [event for name, unit in self.units.items() if part_of(name) == part
-                   for event in unit.sends.events + unit.returns.events if event.end is None]  # fmt: skip
-        start = self._clock()
-        yield
-        end = self._note(f"commit: {part}", start)
-        self.committed[part] = max(0.0, end - start - sum(event.waited for event in pending))
-
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        start = self._clock()
-        with record() as ledger:
-            yield
-        self.agreeing.events += ledger.events
-        self.examined += max(0.0, self._clock() - start - sum(event.waited for event in ledger.events))
+        mine.events += ledger.events
+        mine.seconds += max(0.0, end - start - sum(event.waited for event in pending + ledger.events))
+        if work is not None:
+            self._work.append(Event(work, self._rank, start=start, end=end, lane="work"))
 
     # What `OverlappedStep.explain` shows.
 
@@ -163,15 +118,7 @@ class StepRecord:
     @property
     def rows(self) -> list[PartRow]:
         """What each part sent and waited for, and what the ranks compared."""
-        parts: dict[str, list[UnitRecord]] = {}
-        for name, unit in self.units.items():
-            parts.setdefault(part_of(name), []).append(unit)
-        found = [
-            PartRow.of(part, [event for unit in units for event in unit.sends.events + unit.returns.events],
-                       sum(unit.packing + unit.seconds for unit in units) + self.committed.get(part, 0.0))
-            for part, units in parts.items()
-        ]  # fmt: skip
-        return [*found, PartRow.of(AGREEING, self.agreeing.events, self.examined)]
+        return [PartRow.of(part, done) for part, done in [*self._parts.items(), (AGREEING, self._agreeing)]]
 
     def __str__(self) -> str:
         lines = [_HEAD, *(row.cells for row in self.rows)]
@@ -182,14 +129,5 @@ class StepRecord:
 
     def save_trace(self, path: str | Path) -> None:
         """A Chrome trace of the step (open it at ui.perfetto.dev): messages by axis, and work."""
-        events = [event for unit in self.units.values() for event in unit.sends.events + unit.returns.events]
-        Ledger(events + self.agreeing.events + self.work).save_trace(path)
-
-
-def part_of(unit: str) -> str:
-    """The part of a unit's name.
-
-    >>> part_of("REKLS.0")
-    'REKLS'
-    """
-    return unit.rpartition(".")[0] or unit
+        events = [event for done in (*self._parts.values(), self._agreeing) for event in done.events]
+        Ledger(events + self._work).save_trace(path)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.optim.step.compare import gather_verdict
-from weft.optim.step.orders import Orders
-from weft.optim.step.verbs import PartVerbs, parameters_of
+from weft.optim.step.compare import gather_verdict, parameters_of
+from weft.optim.step.part import StepPart
 
-_SCATTER, _WORK = "scatter_order", "work_order"  # in the first group: checkpoints keep groups and states only
+_FORMER = ("scatter_order", "work_order")  # in states of earlier versions; they changed no result
 # Options of Adam's param groups that ours do not have: saved with the values that mean the same.
 OF_TORCH = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
@@ -42,7 +41,7 @@ def keep_own_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[s
     return groups
 
 
-def find_state_fault(part: PartVerbs, state_dict: Mapping[str, Any]) -> Exception | None:
+def find_state_fault(part: StepPart, state_dict: Mapping[str, Any]) -> Exception | None:
     """Why a part cannot load a state, if it cannot."""
     try:
         part.check_state(state_dict)
@@ -80,7 +79,7 @@ def take_apart(
     return {**state_dict, "state": {}, "param_groups": list(groups)}, [tensors.get(number) for number in numbers]
 
 
-def join_states(states: Sequence[Mapping[str, Any]], orders: Orders) -> dict[str, Any]:
+def join_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state_dict of several: groups one after the other, parameters numbered on."""
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     before = 0
@@ -90,12 +89,11 @@ def join_states(states: Sequence[Mapping[str, Any]], orders: Orders) -> dict[str
             {**group, "params": [before + number for number in group["params"]]} for group in state["param_groups"]
         ]
         before += sum(len(group["params"]) for group in state["param_groups"])
-    joined["param_groups"][0].update({_SCATTER: list(orders.scatter), _WORK: list(orders.work)})
     return joined
 
 
 def read_states(
-    state_dict: Mapping[str, Any], parts: Mapping[str, PartVerbs]
+    state_dict: Mapping[str, Any], parts: Mapping[str, StepPart]
 ) -> tuple[list[dict[str, Any]], Exception | None]:
     """What each part loads, and why some part cannot, if so."""
     try:
@@ -108,9 +106,9 @@ def read_states(
     return split, next((fault for fault in faults if fault is not None), None)
 
 
-def _split_state(state_dict: Mapping[str, Any], parts: Mapping[str, PartVerbs]) -> list[dict[str, Any]]:
+def _split_state(state_dict: Mapping[str, Any], parts: Mapping[str, StepPart]) -> list[dict[str, Any]]:
     """What each part loads. Numbers of groups and parameters are compared before any part loads anything."""
-    groups = [dict(group) for group in state_dict["param_groups"]]
+    groups = [{name: one for name, one in group.items() if name not in _FORMER} for group in state_dict["param_groups"]]
     wanted = sum(len(part.param_groups) for part in parts.values())
     if len(groups) != wanted:
         raise ValueError(f"OverlappedStep: the state has {len(groups)} parameter groups, the parts have {wanted}")
@@ -119,7 +117,6 @@ def _split_state(state_dict: Mapping[str, Any], parts: Mapping[str, PartVerbs]) 
         own = groups[first : first + len(part.param_groups)]
         first += len(part.param_groups)
         for at, (group, now) in enumerate(zip(own, part.param_groups, strict=True)):
-            group.pop(_SCATTER, None), group.pop(_WORK, None)
             if len(group["params"]) != len(now["params"]):
                 raise ValueError(
                     f"OverlappedStep: group {at} of {name} has {len(now['params'])} parameters, in the state "
@@ -132,11 +129,3 @@ def _split_state(state_dict: Mapping[str, Any], parts: Mapping[str, PartVerbs]) 
             "param_groups": [{**group, "params": [places[number] for number in group["params"]]} for group in own],
         })  # fmt: skip
     return found
-
-
-def read_orders(state_dict: Mapping[str, Any]) -> Orders | None:
-    """The orders that were saved, if any were."""
-    first = state_dict["param_groups"][0]
-    if _SCATTER not in first or _WORK not in first:
-        return None
-    return Orders(tuple(first[_SCATTER]), tuple(first[_WORK]))
