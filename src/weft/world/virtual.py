@@ -200,7 +200,12 @@ class VirtualWire:
 
         return Pending(finish)
 
-    def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
+    def apart(self, name: str, members: Sequence[int]) -> tuple[VirtualWire, Sequence[int]]:
+        return self, members
+
+    def start(
+        self, schedule: Callable[[], T], device: torch.device, operation: str, buffers: Sequence[torch.Tensor]
+    ) -> Pending[T]:
         """Fork the rank's clock: the schedule's time passes beside the caller's."""
         scheduler = self._world.scheduler
         if self._world.nccl is not None:
