@@ -1,7 +1,7 @@
 """Messages between devices, by NCCL: one line of groups on each communicator, no tags. No GPU has run this yet.
 
 The calls of torch.distributed it makes are few, and are given to it, so that the same class runs in a virtual world
-against an emulation that holds it to NCCL's rules (`weft.world.emulated`).
+against an emulation that holds it to NCCL's rules (`weft.world.emulated_nccl`).
 """
 
 from __future__ import annotations

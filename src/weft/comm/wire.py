@@ -198,7 +198,7 @@ def coalesce(tensors: Sequence[Tensor]) -> Tensor:
 
     One tensor travels as it is, without a copy.
     """
-    return tensors[0] if len(tensors) == 1 else torch.cat([_bytes(tensor) for tensor in tensors])
+    return tensors[0] if len(tensors) == 1 else torch.cat([as_bytes(tensor) for tensor in tensors])
 
 
 def empty_coalesced(tensors: Sequence[Tensor]) -> Tensor:
@@ -213,9 +213,9 @@ def split_coalesced(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     if len(tensors) > 1:
         pieces = buffer.split([tensor.numel() * tensor.element_size() for tensor in tensors])
         for piece, tensor in zip(pieces, tensors, strict=True):
-            _bytes(tensor).copy_(piece)
+            as_bytes(tensor).copy_(piece)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """Its memory; a contiguous tensor of one element may have any stride, which no view of bytes may."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor. One of a single element may have any stride, which no view of bytes may."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
