@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+
+import pytest
 
 import weft
 
@@ -26,3 +29,14 @@ def every(values):
     """
     values = list(values)
     return values if _current[0] == "ideal" or "WEFT_SOAK" in os.environ else values[1::7] or values
+
+
+def _why_not_simulated() -> str | None:
+    """Why tests on the simulated device do not run; None if they do."""
+    try:
+        return importlib.import_module("weft.world.simulated").misfit()
+    except (ImportError, AttributeError) as error:  # a torch whose private names are others
+        return f"the simulated device does not fit this torch: {error}"
+
+
+on_simulated_device = pytest.mark.skipif(_why_not_simulated() is not None, reason=str(_why_not_simulated()))
