@@ -22,7 +22,7 @@ from weft.ops.sequence.layout import LAYOUTS
 from weft.world.virtual_wire import VirtualWire
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 def lengths_of(kind: str, size: int) -> tuple[int, ...]:
