@@ -37,6 +37,19 @@ def own_device() -> torch.device:
     return torch.device(kind.type, torch.get_device_module(kind).current_device())
 
 
+def devices_with_autocast() -> tuple[str, ...]:
+    """The kinds of device that an autocast may be set for here."""
+    kind = torch.accelerator.current_accelerator()
+    return ("cpu",) if kind is None else ("cpu", kind.type)
+
+
+def stream_number(device: torch.device) -> int:
+    """Of the stream that is current on ``device``, among those of it; 0 where there are none."""
+    if not runs_behind(device):
+        return 0
+    return torch.get_device_module(device).current_stream(device).stream_id
+
+
 class Transfer(Generic[T]):
     """The work of a lane, and the memory it was given: ``buffers`` are its own until its reader is ordered after it.
 
