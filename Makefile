@@ -18,7 +18,7 @@ check: .venv/ready
 
 soak: .venv/ready
 	WEFT_SOAK=1 $(BIN)/pytest -m slow --timeout 1200 --numprocesses 2 --dist loadgroup
-	WEFT_SOAK=1 $(BIN)/pytest -m "not slow" -k "nccl or every_combination" --timeout 1200 --numprocesses 2 --dist loadgroup
+	WEFT_SOAK=1 $(BIN)/pytest -m "not slow" -k "nccl or sim or every_combination" --timeout 1200 --numprocesses 2 --dist loadgroup
 
 bench: .venv/ready
 	$(BIN)/weft bench scan --ranks 4 --json bench-scan.json

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 from interpreter import Interpreter
-from worlds import RULES, use_rules
+from worlds import RULES, on_simulated_device, use_rules
 
 from weft.world.launch import ProcessWorld
 
@@ -26,14 +26,24 @@ def network(request: pytest.FixtureRequest) -> Iterator[str]:
     use_rules("ideal")
 
 
+@pytest.fixture(params=[*RULES, pytest.param("sim", marks=on_simulated_device)], scope="module")
+def every_network(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same, and by NCCL's rules on a simulated device."""
+    use_rules(request.param)
+    yield request.param
+    use_rules("ideal")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers: tests that use the pool stay on one of them, those with processes of their own on one.
 
-    Of the tests by NCCL's rules, where programs run twice, `make test` takes every third and `make soak` all.
+    Of the tests by NCCL's rules, where programs run twice, `make test` takes every third, of those on the simulated
+    device every sixth, and `make soak` all.
     """
     for item in items:
-        rules = item.callspec.params.get("network") if hasattr(item, "callspec") else None
-        if rules == "nccl" and "WEFT_SOAK" not in os.environ and zlib.crc32(item.nodeid.encode()) % 3:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        share = {"nccl": 3, "sim": 6}.get(given.get("network") or given.get("every_network"), 1)
+        if "WEFT_SOAK" not in os.environ and zlib.crc32(item.nodeid.encode()) % share:
             item.add_marker(pytest.mark.slow)
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("pool"))

@@ -47,7 +47,7 @@ def test_a_failed_wait_raises_the_same_again() -> None:
 
 def test_so_do_lanes() -> None:
     assert raised_twice(ThreadLanes("a test").start(fail))
-    assert raised_twice(SoloWire().start(lambda: Pending(fail), torch.device("cpu")).wait())
+    assert raised_twice(SoloWire().start(lambda: Pending(fail), torch.device("cpu"), "a test", ()).wait())
 
 
 def test_so_do_lanes_of_virtual_ranks() -> None:

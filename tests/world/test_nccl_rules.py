@@ -9,7 +9,7 @@ import torch
 
 import weft
 from weft.errors import DisagreementError, NcclRuleError
-from weft.world.virtual import _WorldState
+from weft.world.virtual import WorldState
 
 
 def broken(program: Callable[[weft.Axis], object], size: int = 2) -> str:
@@ -121,7 +121,7 @@ def test_rule_4_without_a_connection_the_first_exchange_needs_everybody() -> Non
     world = weft.world.VirtualWorld(3, rules="nccl")
     world.run(program)  # connected before, as `Axis.of` does
     with pytest.raises(NcclRuleError, match=r"rank 0 waits for all ranks to join .* call 1, some \(NCCL rule 4\)"):
-        _WorldState(world, connected=False).run(program)
+        WorldState(world, connected=False).run(program)
 
 
 def test_rule_5_a_host_that_blocks_at_issue() -> None:
@@ -135,7 +135,7 @@ def test_rule_5_a_host_that_blocks_at_issue() -> None:
 
     world = weft.world.VirtualWorld(3, rules="nccl")
     with pytest.raises(NcclRuleError, match="contact"):
-        _WorldState(world, host_blocks=True).run(program)
+        WorldState(world, host_blocks=True).run(program)
 
 
 def test_rule_6_a_message_that_is_overwritten_before_it_has_left() -> None:
@@ -148,7 +148,7 @@ def test_rule_6_a_message_that_is_overwritten_before_it_has_left() -> None:
 
     world = weft.world.VirtualWorld(2, rules="nccl")
     with pytest.raises(NcclRuleError, match=r"rule 6: call 1, early: rank \d changed what it sends to rank \d"):
-        _WorldState(world).run(program)
+        WorldState(world).run(program)
 
 
 def test_rule_6_a_received_tensor_holds_nothing_until_it_was_waited_for() -> None:

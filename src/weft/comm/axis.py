@@ -81,12 +81,13 @@ class Axis:
     def apart(self, name: str) -> Axis:
         """The same ranks, with calls counted apart: they may stand anywhere between the others.
 
-        Not on NCCL, where all messages of a group stand in one line.
+        Where all messages of a group stand in one line (NCCL) they get a line of their own; so all its ranks must ask.
         """
+        wire, members = self.wire.apart(name, self.members)
         named = self.counter.named
         if name not in named:
-            named[name] = CallCounter(f"{self.counter.name} {name}", self.counter.members)
-        return Axis(self.wire, self.members, self.rank, named[name])
+            named[name] = CallCounter(f"{self.counter.name} {name}", members)
+        return Axis(wire, members, self.rank, named[name])
 
     def begin(
         self,

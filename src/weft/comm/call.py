@@ -178,21 +178,28 @@ class Call:
 
         return Pending(finish)
 
-    def start(self, schedule: Callable[[Call], T], device: torch.device | str = "cpu") -> Pending[T]:
-        """Run ``schedule(call)`` beside the caller's computation and without gradients; ``wait()`` gives its result."""
+    def start(
+        self, schedule: Callable[[Call], T], device: torch.device | str = "cpu", buffers: Sequence[Tensor] = ()
+    ) -> Pending[T]:
+        """Run ``schedule(call)`` beside the caller's computation and without gradients; ``wait()`` gives its result.
+
+        ``buffers``: tensors of the caller's that it reads or fills. They are kept until the caller has waited.
+        """
         lane = Call(self.wire, self.members, self.rank, self.counter, self.record)
         lane._in_lane = True
-        return start_beside(self.wire, lambda: schedule(lane), torch.device(device), self.record.operation)
+        return start_beside(self.wire, lambda: schedule(lane), torch.device(device), self.record.operation, buffers)
 
 
-def start_beside(wire: Wire, schedule: Callable[[], T], device: torch.device, operation: str) -> Pending[T]:
+def start_beside(
+    wire: Wire, schedule: Callable[[], T], device: torch.device, operation: str, buffers: Sequence[Tensor] = ()
+) -> Pending[T]:
     """Start a lane. How long the main line stands waiting for it is entered in the ledgers that are open then."""
 
     def run() -> T:
         with ledger.beside_main():
             return schedule()
 
-    pending = wire.start(run, device)
+    pending = wire.start(run, device, operation, buffers)
 
     def finish() -> T:
         start = wire.clock()

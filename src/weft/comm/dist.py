@@ -1,22 +1,23 @@
-"""Real ranks: the only place that calls torch.distributed. What is for NCCL stands together, and has not been run."""
+"""Real ranks, over torch.distributed. What is for NCCL stands in `comm/nccl.py`."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.device import StreamLane, own_device, runs_behind
 from weft.comm.hang import HangDetector
+from weft.comm.nccl import NcclSide, PostedWithExchange
 from weft.comm.records import CallRecord
-from weft.comm.wire import Pending, StreamLane, ThreadLanes, WireMessage
-from weft.errors import CommError
+from weft.comm.wire import Pending, ThreadLanes, Wire, WireMessage
 
 T = TypeVar("T")
 
@@ -51,17 +52,12 @@ def process_group_of(group: Any) -> dist.ProcessGroup | None:
 
 
 class _Posted(Pending[None]):
-    """Receives that are expected: on Gloo with their works, on NCCL without any until their exchange."""
+    """Receives that are posted, with their works."""
 
     def __init__(
         self, wire: DistWire, record: CallRecord, messages: Sequence[WireMessage], works: list[Any], kind: str
     ) -> None:
-        super().__init__(lambda: wire.finish(record, messages, self.works, kind))
-        self.messages, self.works = messages, works
-
-    def join(self, works: list[Any]) -> None:
-        """On NCCL: they were posted with an exchange, and are over when that is."""
-        self._finish = lambda: _wait_for(works)
+        super().__init__(lambda: wire.finish(record, messages, works, kind))
 
 
 class DistWire:
@@ -77,13 +73,14 @@ class DistWire:
         self.rank, self.size = group.rank(), group.size()
         self.numbers = dist.get_process_group_ranks(group)
         self._timeout = _timeout_of(group)
-        self._nccl = NcclSide.of(group)
+        self._nccl = _nccl_side_of(group)
         self.host = self._nccl.device if self._nccl and _backend_of(group, "cpu") is None else torch.device("cpu")
         generation = _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
         store = dist.PrefixStore(f"weft/{group.group_name}/{generation}", dist.distributed_c10d._get_default_store())
         self._detector = HangDetector(self.rank, self.size, store, self._timeout, self._close)
         self._threads = ThreadLanes(f"weft lane of group {group.group_name}")
-        self._stream_lanes: dict[torch.device, StreamLane] = {}
+        self._lanes: dict[tuple[torch.device, str], StreamLane] = {}
+        self._apart: dict[tuple[str, tuple[int, ...]], DistWire] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -91,20 +88,17 @@ class DistWire:
         assert group is not None, "an axis does not outlive its process group"
         return group
 
-    def expect(self, record: CallRecord, receives: Sequence[WireMessage], kind: str = "data") -> _Posted:
+    def expect(self, record: CallRecord, receives: Sequence[WireMessage], kind: str = "data") -> Pending[None]:
         """A message that finds its receive posted needs no handshake, so it is posted at once. Not on NCCL."""
-        if self._nccl is not None and self._nccl.carries(receives):
-            return _Posted(self, record, receives, [], kind)
+        if self._nccl is not None and (self._nccl.carries(receives) or not receives):
+            return PostedWithExchange(record, receives)
         return _Posted(self, record, receives, self._post(self.group.recv, record, receives), kind)
 
     def exchange(
         self, record: CallRecord, sends: Sequence[WireMessage], expected: Any, kind: str = "data"
     ) -> Pending[None]:
-        if self._nccl is not None and self._nccl.carries(sends or expected.messages):
-            works = self._nccl.exchange(self.group, sends, expected.messages)
-            expected.join(works)
-            self._detector.follow(record, lambda: all(work.is_completed() for work in works))
-            return Pending(lambda: _wait_for(works))
+        if self._nccl is not None and self._nccl.carries(sends or getattr(expected, "messages", ())):
+            return self._nccl.exchange(self.group, record, sends, expected, self._detector)
         works = self._post(self.group.send, record, sends)
 
         def finish() -> None:
@@ -138,12 +132,25 @@ class DistWire:
                 except RuntimeError as error:
                     raise self._detector.explain(record, peer, error) from error
 
-    def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
-        if device.type != "cuda":
+    def start(
+        self, schedule: Callable[[], T], device: torch.device, operation: str, buffers: Sequence[Tensor]
+    ) -> Pending[T]:
+        if not runs_behind(device):
             return self._threads.start(schedule)
-        if device not in self._stream_lanes:
-            self._stream_lanes[device] = StreamLane(device)
-        return self._stream_lanes[device].start(schedule)
+        if (device, operation) not in self._lanes:
+            self._lanes[device, operation] = StreamLane(device)
+        return self._lanes[device, operation].start(schedule, buffers)
+
+    def apart(self, name: str, members: Sequence[int]) -> tuple[Wire, Sequence[int]]:
+        """On NCCL a communicator of their own, which these ranks make together; tags keep messages apart elsewhere."""
+        if self._nccl is None:
+            return self, members
+        key = name, tuple(members)
+        if key not in self._apart:
+            ranks = [self.numbers[member] for member in members]
+            group = dist.new_group(ranks, self._timeout, use_local_synchronization=True, sort_ranks=False)
+            self._apart[key] = DistWire(group)
+        return self._apart[key], range(len(members))
 
     def announce(self, record: CallRecord) -> None:
         self._detector.announce(record)
@@ -164,7 +171,7 @@ class DistWire:
         it can time out, and then the next one is tried.
         """
         if self._nccl is not None:
-            self._nccl.close(self.group)
+            self._nccl.close()
         if self.host.type != "cpu":
             return
         for peer in range(self.size):
@@ -174,11 +181,6 @@ class DistWire:
                 except RuntimeError as error:
                     if "timed out" in str(error).lower():
                         return
-
-
-def _wait_for(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _backend_of(group: dist.ProcessGroup, device: str) -> Any:
@@ -191,57 +193,16 @@ def _backend_of(group: dist.ProcessGroup, device: str) -> Any:
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the group's operations may take: torch has no public name for it."""
-    for device in ("cpu", "cuda"):
+    for device in (torch.device("cpu"), own_device()):
         try:
-            return group._get_backend(torch.device(device)).options._timeout
+            return group._get_backend(device).options._timeout
         except (RuntimeError, AttributeError):
             continue
     return dist.default_pg_timeout
 
 
-class NcclSide:
-    """The NCCL backend of a group. NOT RUN: no GPU where this was written. Its rules are tested in a virtual world.
-
-    There are no tags: messages match in the order of issue, so all ranks must group them alike, with at most one
-    message for each peer and direction in a group. What is wrong must be found before a batch is issued: an error in
-    between would leave NCCL's group open.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        backend.eager_connect_single_device(self.device)  # else the first message needs all ranks of the group
-
-    @staticmethod
-    def of(group: dist.ProcessGroup) -> NcclSide | None:
-        """The side, if CUDA tensors of this group travel over NCCL: the group's name does not always say so."""
-        backend = _backend_of(group, "cuda")
-        return NcclSide(backend) if backend is not None and backend.name() == "nccl" else None
-
-    @staticmethod
-    def carries(messages: Sequence[WireMessage]) -> bool:
-        """Whether these travel here: a batch is on one device."""
-        return bool(messages) and messages[0][2].device.type == "cuda"
-
-    def exchange(
-        self, group: dist.ProcessGroup, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
-    ) -> list[Any]:
-        for messages in (sends, receives):
-            peers = [peer for peer, _, _ in messages]
-            if len(set(peers)) < len(peers) or any(
-                tensor.device != self.device or not tensor.is_contiguous() for _, _, tensor in messages
-            ):
-                raise CommError(
-                    f"NCCL takes one contiguous message on {self.device} for each peer and direction, got "
-                    f"{[(peer, str(tensor.device)) for peer, _, tensor in messages]} (rank {group.rank()})"
-                )
-        operations = [
-            dist.P2POp(op, tensor, group=group, group_peer=peer)
-            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for peer, _, tensor in messages
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
-
-    def close(self, group: dist.ProcessGroup) -> None:
-        with suppress(RuntimeError):
-            self._backend.abort()
+def _nccl_side_of(group: dist.ProcessGroup) -> NcclSide | None:
+    """If tensors of this process's accelerator travel over NCCL in this group: its name does not always say so."""
+    device = own_device()
+    backend = _backend_of(group, device.type) if runs_behind(device) else None
+    return NcclSide(backend, device) if backend is not None and backend.name() == "nccl" else None

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from weft.comm.axis import Axis
+from weft.comm.device import devices_with_autocast, stream_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_AUTOCAST = ("cpu", "cuda", "xpu")  # devices that may have one
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
@@ -43,10 +43,13 @@ def ordinary() -> Any:
 
 
 def keep_tensors(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """``functools.lru_cache`` for a function that makes tensors."""
+    """``functools.lru_cache`` for a function that makes tensors, on the devices among its arguments.
+
+    On a device that runs behind the host every stream has tensors of its own: nothing orders another one after them.
+    """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
-        def make_ordinary(*args: P.args, **keywords: P.kwargs) -> T:
+        def make_ordinary(streams: Sequence[int], *args: P.args, **keywords: P.kwargs) -> T:
             with ordinary():
                 return make(*args, **keywords)
 
@@ -54,7 +57,10 @@ def keep_tensors(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @functools.wraps(make)
         def get(*args: P.args, **keywords: P.kwargs) -> T:
-            return kept(*args, **keywords) if tensors_are_real() else make(*args, **keywords)
+            if not tensors_are_real():
+                return make(*args, **keywords)
+            devices = [one for one in (*args, *keywords.values()) if isinstance(one, torch.device)]
+            return kept(tuple(stream_number(one) for one in devices), *args, **keywords)
 
         return get
 
@@ -70,7 +76,7 @@ def outside_autocast() -> Iterator[None]:
     torch.float32
     """
     with ExitStack() as stack:
-        for device in _AUTOCAST:
+        for device in devices_with_autocast():
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

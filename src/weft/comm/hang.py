@@ -29,6 +29,7 @@ from weft.comm.records import CallRecord, diagnose, dump_records, load_records
 from weft.errors import CommError, Fault, error_of, fault_of, name_ranks
 
 PATIENCE = 1.0  # seconds a wait may last before the others are looked up
+PATIENCE_BEHIND = 5.0  # where the host does not wait, and may have other things to do than to ask
 PERIOD = 0.25  # seconds between two looks
 LEASE = 1.0  # seconds without a sign of the reader after which another rank takes its place
 HISTORY = 64  # calls a rank can say it made
@@ -43,10 +44,10 @@ class Wait:
     since: float
     record: CallRecord
     kind: str = "data"
-    is_over: Callable[[], bool] | None = None  # of a wait that does not hold up the host (NCCL)
+    works: Sequence[Any] = ()  # of messages that the host does not wait for (NCCL)
 
     def lasts(self) -> bool:
-        return time.monotonic() - self.since >= PATIENCE and not (self.is_over is not None and self.is_over())
+        return time.monotonic() - self.since >= (PATIENCE_BEHIND if self.works else PATIENCE)
 
 
 class HangDetector:
@@ -97,11 +98,18 @@ class HangDetector:
         finally:
             self._waits.pop(me, None)
 
-    def follow(self, record: CallRecord, is_over: Callable[[], bool]) -> None:
-        """Watch messages that the host does not wait for, until ``is_over()``."""
+    def follow(self, record: CallRecord, works: Sequence[Any]) -> None:
+        """Watch messages that the host does not wait for.
+
+        Only the thread that issues them asks whether earlier ones are over: asked by another, the capture of a graph
+        would break. The last ones may be published as lasting when they are over: no reason, all made that call alike.
+        """
         if _watcher is None:
             _start_watcher()
-        self._waits[object()] = Wait(time.monotonic(), record, is_over=is_over)
+        for key, wait in list(self._waits.items()):
+            if wait.works and all(work.is_completed() for work in wait.works):
+                self._waits.pop(key, None)
+        self._waits[object()] = Wait(time.monotonic(), record, works=works)
 
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
         """Rank 0 of the axis compares everybody's call and leaves the diagnosis: two store operations for each rank."""
@@ -176,15 +184,10 @@ class HangDetector:
 
     def inspect(self) -> None:
         """If a wait has lasted too long, publish it and look for the reason."""
-        for key, wait in list(self._waits.items()):
-            if wait.is_over is not None and wait.is_over():
-                self._waits.pop(key, None)
         lasting = [wait for wait in list(self._waits.values()) if wait.lasts()]
         if not lasting and not self._published:
             return
-        if self._private_store is None:
-            self._private_store = self._store.clone()
-        store = self._private_store
+        store = self._private_store = self._private_store or self._store.clone()
         self._publish(store, lasting)
         if not lasting:
             return
@@ -268,7 +271,7 @@ class HangDetector:
 
 
 def _read(store: Any, key: str) -> bytes:
-    """What is published under ``key``, nothing if nothing is. Keys are never deleted: a read would wait for them."""
+    """What is published under ``key``, if anything. Keys are never deleted: a read would wait for them."""
     return store.get(key) if store.check([key]) else b""
 
 

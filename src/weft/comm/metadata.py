@@ -95,7 +95,7 @@ def _double(call: Call, tag: int, mine: Tensor) -> Pending[Tensor]:
             ).wait()
             known += count
 
-    pending = call.start(rounds)
+    pending = call.start(rounds, table.device, [table])
 
     def finish() -> Tensor:
         pending.wait()

@@ -76,7 +76,10 @@ _Key = tuple[int, int, int]  # path, place it comes from, place it goes to: the 
 
 
 class ScheduleExecutor(Generic[T]):
-    """The schedules of this rank in one call. Making it posts all receives, where the network allows that."""
+    """The schedules of this rank in one call. Making it posts all receives, where the network allows that.
+
+    ``run`` may be given to a lane, which must then be given ``buffers`` too.
+    """
 
     def __init__(self, call: Call, schedules: Sequence[tuple[Path, Schedule[T]]]) -> None:
         self._schedules = schedules
@@ -93,12 +96,14 @@ class ScheduleExecutor(Generic[T]):
                     coming[number][path.ranks[source]].append((key, tensor))
         self._expected: dict[int, Expected] = {}
         self._buffers: dict[int, list[tuple[Tensor, list[Tensor]]]] = {}  # of each round, and the tensors they fill
+        self.buffers: list[Tensor] = list(self._to_self.values())  # all that will be received into
         for number in sorted(coming):
             ranks = sorted(coming[number])
             tensors = [_in_order(coming[number][rank]) for rank in ranks]
             buffers = [empty_coalesced(some) for some in tensors]
             self._expected[number] = call.expect(list(zip(ranks, buffers, strict=True)))
             self._buffers[number] = list(zip(buffers, tensors, strict=True))
+            self.buffers += [*buffers, *(tensor for some in tensors for tensor in some)]
 
     def run(self, call: Call, values: Sequence[Any]) -> list[T]:
         """Send every schedule its value, do the rounds, return the results. ``call``: the same, or a lane of it."""

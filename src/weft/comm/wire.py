@@ -1,7 +1,7 @@
 """What an axis talks through: the few verbs that every kind of world implements, and what their wires share.
 
-A lane is where a multi-round schedule runs while the main computation goes on: on CPU a background thread, on CUDA a
-side stream, in a virtual world a forked clock.
+A lane is where a multi-round schedule runs while the main computation goes on: on a CPU a background thread, on a
+device that runs behind the host a side stream (`comm/device.py`), in a virtual world a forked clock.
 """
 
 from __future__ import annotations
@@ -87,30 +87,6 @@ class ThreadLanes:
             self._idle.release()
 
 
-class StreamLane:
-    """A side stream: schedules run in the order they were started. Untested: no CUDA device was at hand."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def start(self, schedule: Callable[[], T]) -> Pending[T]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with without_gradients(), torch.cuda.stream(self._stream):
-            value = schedule()
-
-        def finish() -> T:
-            # Holding `schedule` until here keeps its inputs alive while the side stream reads them.
-            assert schedule is not None
-            main = torch.cuda.current_stream(self._stream.device)
-            main.wait_stream(self._stream)
-            for tensor in value if isinstance(value, tuple | list) else [value]:
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(main)
-            return value
-
-        return Pending(finish)
-
-
 class Wire(Protocol):
     """One rank's end of a world. Ranks are positions in the world (or in its process group)."""
 
@@ -145,8 +121,17 @@ class Wire(Protocol):
         """The same for integers the host reads: on its CPU side where a world has one."""
         ...
 
-    def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
-        """Run ``schedule`` beside the caller's computation: on a lane."""
+    def start(
+        self, schedule: Callable[[], T], device: torch.device, operation: str, buffers: Sequence[Tensor]
+    ) -> Pending[T]:
+        """Run ``schedule`` beside the caller's computation: on a lane, one of its own for each operation.
+
+        ``buffers``: memory of the caller's that it uses. It is the lane's until the caller has been ordered after it.
+        """
+        ...
+
+    def apart(self, name: str, members: Sequence[int]) -> tuple[Wire, Sequence[int]]:
+        """A wire for messages of these ranks that stand in no order with the others, and their ranks on it."""
         ...
 
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
@@ -185,9 +170,14 @@ class SoloWire:
     def exchange_on_host(self, record: CallRecord, sends: Any, receives: Any) -> Pending[None]:
         return self.exchange(record, sends, None)
 
-    def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
+    def start(
+        self, schedule: Callable[[], T], device: torch.device, operation: str, buffers: Sequence[Tensor]
+    ) -> Pending[T]:
         value = schedule()
         return Pending(lambda: value)
+
+    def apart(self, name: str, members: Sequence[int]) -> tuple[Wire, Sequence[int]]:
+        return self, members
 
     def agree(self, record: CallRecord, members: Sequence[int]) -> None:
         if record.fault is not None:
@@ -208,7 +198,7 @@ def coalesce(tensors: Sequence[Tensor]) -> Tensor:
 
     One tensor travels as it is, without a copy.
     """
-    return tensors[0] if len(tensors) == 1 else torch.cat([_bytes(tensor) for tensor in tensors])
+    return tensors[0] if len(tensors) == 1 else torch.cat([as_bytes(tensor) for tensor in tensors])
 
 
 def empty_coalesced(tensors: Sequence[Tensor]) -> Tensor:
@@ -223,9 +213,9 @@ def split_coalesced(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     if len(tensors) > 1:
         pieces = buffer.split([tensor.numel() * tensor.element_size() for tensor in tensors])
         for piece, tensor in zip(pieces, tensors, strict=True):
-            _bytes(tensor).copy_(piece)
+            as_bytes(tensor).copy_(piece)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """Its memory; a contiguous tensor of one element may have any stride, which no view of bytes may."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor. One of a single element may have any stride, which no view of bytes may."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

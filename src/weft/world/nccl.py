@@ -11,7 +11,7 @@
 6. A message is read when it moves, not when it is issued; a received tensor holds nothing until it was waited for.
 7. At the end every queue is empty and everything was waited for.
 8. The host does not read received integers: counts and lengths go over the CPU side.
-Not covered: lifetimes of memory and streams.
+Lifetimes of memory and streams are seen on the simulated device: see `VirtualWorld`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.records import CallRecord, diagnose
-from weft.comm.wire import Pending, WireMessage
+from weft.comm.wire import Pending, WireMessage, as_bytes
 from weft.errors import DisagreementError, NcclRuleError, name_ranks
 from weft.world.network import Links
 from weft.world.scheduler import Scheduler, Task
@@ -93,6 +93,7 @@ class NcclQueues:
         self._scheduler, self._links, self._size = scheduler, links, size
         self._host_blocks, self._connected = host_blocks, connected
         self._joined: list[Task] = []  # who waits for the others at the first exchange
+        self._eager: set[int] = set()
         self._queues: list[deque[_Group]] = [deque() for _ in range(size)]
         self._ends = [0.0] * size  # when the last group of a rank was complete
         # Messages of a pair of ranks that have not met: sent ones, and receives.
@@ -101,6 +102,10 @@ class NcclQueues:
         self._shapes: dict[tuple[int, int], list[tuple[bool, bool, CallRecord]]] = defaultdict(list)
         self._groups: list[_Group] = []
         self.received_integers: dict[int, torch.UntypedStorage] = {}
+
+    def connect(self, rank: int) -> None:
+        """This rank makes the communicator before its first use."""
+        self._eager.add(rank)
 
     def issue(self, rank: int, record: CallRecord, sends: Sequence[WireMessage], expected: Any) -> Pending[None]:
         receives = expected.messages
@@ -156,7 +161,7 @@ class NcclQueues:
 
     def _connect(self, group: _Group) -> None:
         """Rule 4: without an earlier connection the first exchange waits for everybody's first."""
-        if self._connected:
+        if self._connected or group.rank in self._eager:
             return
         if len(self._joined) + 1 < self._size:
             self._joined.append(self._scheduler.current)
@@ -244,7 +249,7 @@ class NcclQueues:
         a, b = sent.group, asked.group
         if sent.snapshot is not None:
             now = sent.tensor.detach()
-            if not torch.equal(_bits(now), _bits(sent.snapshot)):
+            if not torch.equal(as_bytes(now), as_bytes(sent.snapshot)):  # so that NaN equals itself
                 raise NcclRuleError(
                     f"NCCL rule 6: {a.record.place}: rank {a.rank} changed what it sends to rank {b.rank} before it "
                     f"had been sent"
@@ -257,7 +262,7 @@ class NcclQueues:
     def check_end(self, rank: int | None = None) -> None:
         """Rule 7, of one rank's program that has ended or of all of them."""
         for group in self._groups:
-            if rank is not None and group.rank == rank and not group.waited:
+            if group.rank == rank and not group.waited:
                 raise NcclRuleError(f"NCCL rule 7: rank {rank} never waited for {group}")
             if rank is None and group.complete is None:
                 raise NcclRuleError(f"NCCL rule 7: rank {group.rank} ended with {group} not complete")
@@ -265,11 +270,6 @@ class NcclQueues:
 
 def _words(sends: bool, receives: bool) -> str:
     return "sends and receives" if sends and receives else "sends" if sends else "receives"
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, so that NaN equals itself."""
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _poison(tensor: torch.Tensor) -> None:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-
-import torch
 
 from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
 from weft.comm.ledger import Event, Ledger
 from weft.comm.records import CallRecord, diagnose
-from weft.comm.wire import Pending, WireMessage, without_gradients
-from weft.errors import DeadlockError, Fault, NcclRuleError, error_of, name_ranks
+from weft.errors import DeadlockError, Fault, NcclRuleError, error_of
 from weft.world.machine import Machine, counting
-from weft.world.nccl import HostReads, NcclExpected, NcclQueues
+from weft.world.nccl import HostReads, NcclQueues
 from weft.world.network import Links, TaggedMessages
 from weft.world.scheduler import Scheduler, Task
+from weft.world.virtual_wire import VirtualWire
 
 T = TypeVar("T")
 RULES = ("ideal", "gloo", "nccl")
@@ -48,15 +46,27 @@ class VirtualWorld:
     is posted (see `weft.world.network`). "nccl": with NCCL's rules, and what breaks one is an error (see
     `weft.world.nccl`); every program is then run twice, with the host blocked at each issue and with the host free.
 
+    ``device="sim"`` (with "nccl"): every rank has a simulated accelerator, ``torch.device("sim")``, with streams of its
+    own. Messages of its tensors go through the class that real ranks use, lanes are streams, and a race between
+    streams, memory given back too early or a mixture of devices is an error (see `weft.world.simulated`).
+
     >>> VirtualWorld(3).run(lambda axis: axis.rank).results
     [0, 1, 2]
     """
 
-    def __init__(self, size: int, machine: Machine | None = None, rules: str = "ideal") -> None:
+    def __init__(self, size: int, machine: Machine | None = None, rules: str = "ideal", device: str = "cpu") -> None:
         if size < 1:
             raise ValueError(f"VirtualWorld: size must be at least 1, got {size}")
         if rules not in RULES:
             raise ValueError(f"VirtualWorld: rules {rules!r} is not one of {', '.join(RULES)}")
+        if device not in ("cpu", "sim"):
+            raise ValueError(f"VirtualWorld: device {device!r} is not 'cpu' or 'sim'")
+        if device == "sim" and (rules != "nccl" or machine is not None):
+            raise ValueError('VirtualWorld: device="sim" wants rules="nccl" and no machine: it has no virtual time')
+        # Not imported before: it stands on private names of one release of torch.
+        self.emulated = importlib.import_module("weft.world.emulated_nccl") if device == "sim" else None
+        if self.emulated is not None:
+            self.emulated.install()
         self.size, self.machine, self.rules = size, machine, rules
 
     def run(self, fn: Callable[[Axis], T]) -> WorldRun[T]:
@@ -66,8 +76,8 @@ class VirtualWorld:
         calls, or the first exception of a rank with a note of which rank it was.
         """
         if self.rules == "nccl":
-            _WorldState(self, host_blocks=True).run(fn)
-        return _WorldState(self).run(fn)
+            WorldState(self, host_blocks=True).run(fn)
+        return WorldState(self).run(fn)
 
 
 @dataclass
@@ -79,7 +89,7 @@ class _Comparison:
     diagnosis: Fault | None = None
 
 
-class _WorldState:
+class WorldState:
     """The shared side of one run: the network, the scheduler and what ranks leave for each other."""
 
     def __init__(self, world: VirtualWorld, host_blocks: bool = False, connected: bool = True) -> None:
@@ -87,9 +97,12 @@ class _WorldState:
         self.scheduler = Scheduler(world.size, self._explain_deadlock)
         links = Links(world.size, world.machine)
         self.messages = TaggedMessages(self.scheduler, links, tcp=world.machine if world.rules == "gloo" else None)
-        self.nccl: NcclQueues | None = None
-        if world.rules == "nccl":
-            self.nccl = NcclQueues(self.scheduler, links, world.size, host_blocks, connected)
+        self.emulated = world.emulated
+        self._make_queues = lambda: NcclQueues(
+            self.scheduler, links, world.size, host_blocks, connected and world.emulated is None
+        )
+        self.nccl = self._make_queues() if world.rules == "nccl" else None
+        self._apart: dict[tuple[str, Sequence[int]], NcclQueues] = {}
         self.ledgers = [Ledger() for _ in range(world.size)]
         self.operators: list[Event] = []
         self.known: dict[Any, Any] = {}
@@ -102,27 +115,41 @@ class _WorldState:
         ends = [0.0] * self.size
 
         def live(rank: int) -> None:
-            axis = Axis.over(VirtualWire(self, rank))
+            with nullcontext() if self.emulated is None else self.emulated.inside_rank(self.emulated.Rank()):
+                live_on_device(rank)
+
+        def live_on_device(rank: int) -> None:
+            axis = Axis.over(VirtualWire(self, rank, self.nccl))
             with self.inside(axis):
                 results[rank] = fn(axis)
-            if self.nccl is not None:
-                self.nccl.check_end(rank)
+            for queues in self._queues():
+                queues.check_end(rank)
             ends[rank] = self.scheduler.current.clock
 
         for rank in range(self.size):
             self.scheduler.spawn(rank, 0.0, lambda rank=rank: live(rank))  # type: ignore[misc]
         self.scheduler.run()
-        if self.nccl is not None:
-            self.nccl.check_end()
+        for queues in self._queues():
+            queues.check_end()
         timeline = Ledger.merge([*self.ledgers, Ledger(self.operators)])
         return WorldRun(results, self.ledgers, max(ends) if self.machine else None, timeline)
+
+    def _queues(self) -> list[NcclQueues]:
+        return [] if self.nccl is None else [self.nccl, *self._apart.values()]
+
+    def queues_apart(self, name: str, members: Sequence[int]) -> NcclQueues:
+        """Of a communicator of its own, which its ranks share."""
+        return self._apart.setdefault((name, tuple(members)), self._make_queues())
 
     @contextmanager
     def inside(self, axis: Axis) -> Iterator[None]:
         """This thread is part of a rank: its WORLD, its ledger, its clock."""
         enter_world(axis)
         ledger.attach(self.ledgers[axis.wire.rank])
-        reads = nullcontext() if self.nccl is None else HostReads(self.nccl, axis.wire.rank)
+        # On the simulated device the host's reads are seen by the device.
+        reads = (
+            nullcontext() if self.nccl is None or self.emulated is not None else HostReads(self.nccl, axis.wire.rank)
+        )
         costs = nullcontext() if self.machine is None else counting(self.machine, self.spend, self.known)
         with reads, costs:
             yield
@@ -149,110 +176,3 @@ class _WorldState:
         more = f"; and {len(blocked) - 16} more" if len(blocked) > 16 else ""
         kind = DeadlockError if self.nccl is None else NcclRuleError
         return kind(f"deadlock in a virtual world of {self.size}: {'; '.join(rows)}{more}")
-
-
-class VirtualWire:
-    """One virtual rank's end of the world."""
-
-    host = torch.device("cpu")
-
-    def __init__(self, world: _WorldState, rank: int) -> None:
-        self._world, self.rank, self.size = world, rank, world.size
-        self.numbers = range(world.size)
-
-    def clock(self) -> float:
-        return self._world.scheduler.current.clock
-
-    def spend(self, what: str, seconds: float) -> None:
-        """Let this rank compute for so long, in a world with a machine."""
-        self._world.spend(what, seconds)
-
-    def announce(self, record: CallRecord) -> None:
-        self._world.calls[self.rank][record.counter] = record
-        self._world.refusals[self.rank] = None
-
-    def refuse(self, record: CallRecord) -> None:
-        self._world.refusals[self.rank] = record
-
-    def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> Pending[None]:
-        if self._world.nccl is not None:
-            return NcclExpected(self._world.nccl, record, receives)
-        return self._world.messages.expect(self.rank, record, receives)
-
-    def exchange(self, record: CallRecord, sends: Sequence[WireMessage], expected: Pending[None]) -> Pending[None]:
-        if self._world.nccl is not None:
-            return self._world.nccl.issue(self.rank, record, sends, expected)
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # a network's copies cost no rank time
-            return self._both(expected, self._world.messages.send(self.rank, record, sends))
-
-    def exchange_on_host(
-        self, record: CallRecord, sends: Sequence[WireMessage], receives: Sequence[WireMessage]
-    ) -> Pending[None]:
-        messages = self._world.messages
-        return self._both(messages.expect(self.rank, record, receives), messages.send(self.rank, record, sends))
-
-    @staticmethod
-    def _both(expected: Pending[None], sent: Pending[None]) -> Pending[None]:
-        def finish() -> None:
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                expected.wait()
-                sent.wait()
-
-        return Pending(finish)
-
-    def start(self, schedule: Callable[[], T], device: torch.device) -> Pending[T]:
-        """Fork the rank's clock: the schedule's time passes beside the caller's."""
-        scheduler = self._world.scheduler
-        if self._world.nccl is not None:
-            return self._start_inline(schedule)
-        future: Future[T] = Future()
-        axis, context = Axis.of(None), without_gradients()
-
-        def body() -> None:
-            with context, self._world.inside(axis):
-                try:
-                    future.set_result(schedule())
-                except Exception as error:  # raised in the caller, who waits for it
-                    future.set_exception(error)
-
-        task = scheduler.spawn(self.rank, scheduler.current.clock, body)
-
-        def finish() -> T:
-            scheduler.join(task)
-            return future.result()
-
-        return Pending(finish)
-
-    def _start_inline(self, schedule: Callable[[], T]) -> Pending[T]:
-        """As on a side stream: issued now, in the order of the host, while the main line's clock stands still."""
-        task = self._world.scheduler.current
-        start = task.clock
-        with without_gradients():
-            value = schedule()
-        end, task.clock = task.clock, start
-
-        def finish() -> T:
-            current = self._world.scheduler.current
-            current.clock = max(current.clock, end)
-            return value
-
-        return Pending(finish)
-
-    def agree(self, record: CallRecord, members: Sequence[int]) -> None:
-        """Wait until every member has made this call, then compare: costs no virtual time and no message."""
-        world, scheduler, where = self._world, self._world.scheduler, (record.counter, record.number)
-        comparison = world.comparing[where]
-        records = comparison.records
-        records[self.rank] = record
-        if len(records) < len(members):
-            comparison.waiting.append(scheduler.current)
-            scheduler.block(
-                lambda: f"for {name_ranks(set(members) - set(records))} to make call {record.number}, {record}"
-            )
-        else:
-            comparison.diagnosis = diagnose({at: records[one] for at, one in enumerate(members)}, len(members))
-            del world.comparing[where]
-            for task in comparison.waiting:
-                scheduler.wake(task)
-        if comparison.diagnosis is not None:
-            raise error_of(comparison.diagnosis if record.fault is None else record.fault)

@@ -19,10 +19,10 @@ from weft.comm.wire import Pending
 from weft.ops.attention import attention, plan
 from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence.layout import LAYOUTS
-from weft.world.virtual import VirtualWire
+from weft.world.virtual_wire import VirtualWire
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 def lengths_of(kind: str, size: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from weft.ops.sequence.layout import LAYOUTS, lay_out
 
 DECAYS = ("none", "constant", "scalar", "vector")
 BATCH, HEADS, VALUE_HEADS, KEYS, VALUES = 2, 1, 2, 3, 2
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @dataclass(frozen=True)

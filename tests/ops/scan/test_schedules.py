@@ -13,7 +13,7 @@ import weft
 from weft.ops.scan import METHODS
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 24, 33)  # `make soak` takes all from 1 to 33
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 def check(

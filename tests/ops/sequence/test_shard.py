@@ -10,7 +10,7 @@ from worlds import virtual_world
 import weft
 from weft.ops.sequence.layout import LAYOUTS, lay_out, shard_lengths
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.sampled_from(LAYOUTS), st.integers(0, 2))

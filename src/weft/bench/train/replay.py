@@ -112,6 +112,10 @@ class ReplayWire:
         self._recording.begin_call(record)
         self._below.announce(record)
 
+    def apart(self, name: str, members: Sequence[int]) -> tuple[Wire, Sequence[int]]:
+        below, members = self._below.apart(name, members)
+        return (self if below is self._below else ReplayWire(below, self._recording)), members
+
     def expect(self, record: CallRecord, receives: Sequence[WireMessage]) -> _Expected:
         mode, copies = self._recording.copies(record, receives)
         posted = None if mode == REPLAY else self._below.expect(record, receives)

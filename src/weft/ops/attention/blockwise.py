@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call
+from weft.comm.device import runs_behind
 from weft.comm.function import keep_tensors
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.plan import AttentionPlan, Block, Options
@@ -138,7 +139,7 @@ def backward_by_blocks(
 def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries over the block's keys alone; lse is -inf where a query sees none of them."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    if q.device.type != "cuda":
+    if not runs_behind(q.device):
         q, k, v = _prepare(q, k, v)
         mask, fully_masked = _mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -146,7 +147,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) ->
         )
         return out, lse if fully_masked is None else lse.masked_fill(fully_masked, -torch.inf)
     if q.dtype in HALVES and block.kind != "band":
-        return _flash_cuda(q, k, v, block.kind == "causal", scale)
+        return _flash_on_device(q, k, v, block.kind == "causal", scale)
     return attend_plainly(q, k, v, block, scale)
 
 
@@ -155,14 +156,14 @@ def attend_block_backward(
 ) -> Triple:
     """(dq, dk, dv) of the block's scores. ``out`` and ``lse`` are those over all keys, which makes it exact."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    if q.device.type != "cuda":
+    if not runs_behind(q.device):
         grad, q, k, v, out = _prepare(grad, q, k, v, out)
         mask = _mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
         )
     if q.dtype in HALVES and block.kind != "band":
-        return _flash_cuda_backward(grad, q, k, v, out, lse, block.kind == "causal", scale)
+        return _flash_on_device_backward(grad, q, k, v, out, lse, block.kind == "causal", scale)
     return attend_plainly_backward(grad, q, k, v, out, lse, block, scale)
 
 
@@ -190,7 +191,7 @@ def _band(
     return mask, ~visible.any(dim=1) if masks_rows else None
 
 
-# On CUDA, where flash has no kernel (fp32, fp64, bands). Tested on a CPU.
+# On a device, where flash has no kernel (fp32, fp64, bands).
 
 
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
@@ -222,10 +223,10 @@ def _scores(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
     return scores if block.kind == "full" else scores + _mask(q, k, block, wide)[0]
 
 
-# UNTESTED: ATen's flash operators for CUDA, which want [B, n, h, D]. There is no GPU where this was written.
+# ATen's flash operators for devices, which want [B, n, h, D]. Not run on a GPU yet: emulated on the simulated device.
 
 
-def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_on_device(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     out, lse, *_ = _aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
@@ -233,7 +234,7 @@ def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> 
     return out.transpose(1, 2), lse
 
 
-def _flash_cuda_backward(
+def _flash_on_device_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Triple:
     grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))

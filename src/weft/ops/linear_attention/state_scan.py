@@ -157,12 +157,14 @@ class StateScan:
             else None
             for one in maps
         ]
-        # At the boundary the map whose B already has what enters there.
+        # At the boundary the map whose B already has what enters there. Maps of the lane's own: what they remember
+        # (packed, exp of the decay) is memory of its stream.
         own = [(maps[index].own, known[index]) for index in self._travelling]
-        sent = [one if start is None else Affine(one.kind, one.apply(start), one.decay) for one, start in own]
+        sent = [Affine(one.kind, one.state if start is None else one.apply(start), one.decay) for one, start in own]
         pending = None
         if sent:
-            pending = self._call.start(lambda lane: self._executor.run(lane, sent), self._device)
+            buffers = [*self._executor.buffers, *(tensor for one in sent for tensor in one.tensors)]
+            pending = self._call.start(lambda lane: self._executor.run(lane, sent), self._device, buffers)
 
         def finish() -> list[Tensor | None]:
             entering = list(known)

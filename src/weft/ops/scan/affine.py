@@ -126,6 +126,11 @@ class Affine:
         return Affine(kind, state, None if decay is None else decay.detach().to(state.dtype))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Its memory."""
+        return [self.state] if self.decay is None else [self.state, self.decay]
+
+    @property
     def flat(self) -> Tensor:
         """B and the decay, as a message."""
         if self._flat is None and self.decay is None:

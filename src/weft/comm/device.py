@@ -1,0 +1,129 @@
+"""Devices that run behind the host: lanes on side streams, memory that two streams use, copies between host and device.
+
+The host only queues work on such a device. What it frees goes back to the allocator at once, and may be handed out
+again to the stream that it came from while another stream still uses it. So a `Transfer` owns the memory that a lane
+uses until whoever waits for it has been ordered after the lane.
+
+CUDA, ROCm, XPU and the simulated device take the same lines, by ``torch.get_device_module``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.comm.wire import Pending, without_gradients
+
+T = TypeVar("T")
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Whether the host only queues work there.
+
+    >>> runs_behind(torch.device("cpu")), runs_behind(torch.device("meta"))
+    (False, False)
+    """
+    return device.type not in ("cpu", "meta")
+
+
+def own_device() -> torch.device:
+    """The accelerator of this process, with its number, or the CPU where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind.type, torch.get_device_module(kind).current_device())
+
+
+def devices_with_autocast() -> tuple[str, ...]:
+    """The kinds of device that an autocast may be set for here."""
+    kind = torch.accelerator.current_accelerator()
+    return ("cpu",) if kind is None else ("cpu", kind.type)
+
+
+def stream_number(device: torch.device) -> int:
+    """Of the stream that is current on ``device``, among those of it; 0 where there are none."""
+    if not runs_behind(device):
+        return 0
+    return torch.get_device_module(device).current_stream(device).stream_id
+
+
+class Transfer(Generic[T]):
+    """The work of a lane, and the memory it was given: ``buffers`` are its own until its reader is ordered after it.
+
+    Dropped without that, as after an error, it leaves its buffers to the allocator with a note of the stream that may
+    still use them.
+    """
+
+    def __init__(self, stream: Any, value: T, buffers: Sequence[Tensor]) -> None:
+        self._stream, self._value, self._buffers = stream, value, tuple(buffers)
+        self._done = stream.record_event()
+
+    def hand_over(self) -> T:
+        """The lane's value, once the stream that is current now waits for the lane; the host does not wait."""
+        reader = torch.get_device_module(self._stream.device).current_stream(self._stream.device)
+        reader.wait_event(self._done)
+        self._buffers = ()
+        for tensor in _tensors_in(self._value):
+            tensor.record_stream(reader)  # it was made on the lane's stream, and is freed there
+        return self._value
+
+    def __del__(self) -> None:
+        for tensor in self._buffers:
+            tensor.record_stream(self._stream)
+
+
+class StreamLane:
+    """A side stream: schedules run on it in the order they were started, issued by the caller's thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def start(self, schedule: Callable[[], T], buffers: Sequence[Tensor]) -> Pending[T]:
+        """Run ``schedule`` behind what the caller has issued. ``buffers``: memory of the caller's that it uses."""
+        self._stream.wait_stream(self._module.current_stream(self._stream.device))
+        with without_gradients(), self._module.stream(self._stream):
+            value = schedule()
+        return Pending(Transfer(self._stream, value, buffers).hand_over)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and runs_behind(value.device):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors_in(one)
+
+
+def start_copy_to_host(tensor: Tensor) -> Pending[Tensor]:
+    """``tensor`` on the CPU, when it is waited for: the one place where weft lets the host wait for a device.
+
+    What was queued after this is not waited for.
+    """
+    if not runs_behind(tensor.device):
+        return Pending(lambda: tensor)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor.detach(), non_blocking=True)
+    done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+
+    def finish() -> Tensor:
+        done.synchronize()
+        return copy
+
+    return Pending(finish)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on ``device``, without the host waiting: it leaves from pinned memory."""
+    if tensor.device == device or not runs_behind(device) or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a graph: nothing may be asked of works under way then."""
+    module = torch.get_device_module(device)
+    return hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing()
