@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 from interpreter import Interpreter
-from worlds import RULES, use_rules
+from worlds import RULES, install_simulated_device, use_rules
 
+from weft.world import simulated
 from weft.world.launch import ProcessWorld
 
 torch.set_num_threads(1)
@@ -39,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("pool"))
         elif item.get_closest_marker("processes"):
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+@pytest.fixture
+def sim() -> Iterator[simulated.Rank]:
+    """A rank with the simulated device, in which the test runs; nothing of other tests is pending there."""
+    install_simulated_device()
+    with simulated.inside_rank(simulated.Rank()) as rank:
+        yield rank
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 import weft
+from weft.world import simulated
 
 RULES = ("ideal", "nccl")
 _current = ["ideal"]
@@ -26,3 +29,10 @@ def every(values):
     """
     values = list(values)
     return values if _current[0] == "ideal" or "WEFT_SOAK" in os.environ else values[1::7] or values
+
+
+def install_simulated_device() -> None:
+    """``torch.device("sim")``. Where it cannot be had, what uses it is skipped, with a line that says why."""
+    if (reason := simulated.misfit()) is not None:
+        pytest.skip(reason)
+    simulated.install()
