@@ -109,7 +109,8 @@ def gradient_not_waited_for() -> None:
 
 RACES = [
     read_after_write, write_after_write, write_after_read, result_not_waited_for, columns_that_overlap, out_argument,
-    event_recorded_too_early, received_not_waited_for, sent_overwritten, wait_on_another_stream, gradient_not_waited_for,
+    event_recorded_too_early, received_not_waited_for, sent_overwritten, wait_on_another_stream,
+    gradient_not_waited_for,
 ]  # fmt: skip
 
 

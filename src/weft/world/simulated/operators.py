@@ -83,16 +83,19 @@ class Operator:
             return "repeat_interleave" if kwargs.get("output_size") is None else None
         if kwargs.get("check_errors"):
             return self.name
-        return _sync_of_indices(args) if self.indexes else None
+        return _sync_of_indices(args) if self.indexes and "out" not in kwargs else None
 
 
 def _sync_of_indices(args: tuple[Any, ...]) -> str | None:
-    """A mask must be counted, unless one value is written where one mask is true; CPU indices are copied."""
+    """A mask becomes indices, unless one value is written where one mask is true; CPU indices are copied.
+
+    With ``out=`` torch has done both before: so it calls `index`.
+    """
     given = [index for index in args[1] if index is not None]
     masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
     accumulate = len(args) > 3 and args[3]
     if masks and not (len(args) > 2 and len(given) == 1 and args[2].numel() == 1 and not accumulate):
-        return "boolean mask"
+        return "nonzero"
     return "copy to device" if any(index.device.type == "cpu" for index in given) else None
 
 
