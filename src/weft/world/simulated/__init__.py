@@ -76,7 +76,7 @@ def install() -> None:
     _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=make_device_module())
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _kept.extend((everything, aten))
-    install_operators(everything)
+    install_operators(aten, everything)
     install_flash()
     install_pinned(aten)
     install_parts(aten)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from weft.world.simulated.memory import DEVICE_TYPE, aten
+from weft.world.simulated.operators import overload
 
 _C: Any = torch._C
 _KEY = "AutocastPrivateUse1"
@@ -44,12 +45,6 @@ WIDEST = [
     "scatter_add",
 ]  # fmt: skip
 WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-
-
-def overload(name: str) -> Any:
-    """The operator ``name`` or ``name.overload`` of ATen."""
-    packet, _, which = name.partition(".")
-    return getattr(getattr(aten, packet), which or "default")
 
 
 def _eligible(value: Any) -> bool:

@@ -4,13 +4,15 @@ One fallback takes every operator that has no kernel of its own. What an operato
 Operators after which CUDA makes the host wait are counted here (`HOST_SYNCS`). ``torch.linalg.qr`` and the ``_ex``
 functions are not among them: neither reads anything back, unless ``check_errors`` asks for it.
 
-Private names of torch: the boxed fallback of `torch.library`, ``redispatch`` of operators.
+Private names of torch: the boxed fallback of `torch.library`, ``redispatch`` of operators,
+``_dispatch_get_all_op_names``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -83,14 +85,11 @@ class Operator:
             return "repeat_interleave" if kwargs.get("output_size") is None else None
         if kwargs.get("check_errors"):
             return self.name
-        return _sync_of_indices(args) if self.indexes and "out" not in kwargs else None
+        return _sync_of_indices(args) if self.indexes else None
 
 
 def _sync_of_indices(args: tuple[Any, ...]) -> str | None:
-    """A mask becomes indices, unless one value is written where one mask is true; CPU indices are copied.
-
-    With ``out=`` torch has done both before: so it calls `index`.
-    """
+    """A mask becomes indices, unless one value is written where one mask is true; CPU indices are copied."""
     given = [index for index in args[1] if index is not None]
     masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
     accumulate = len(args) > 3 and args[3]
@@ -239,8 +238,31 @@ def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> to
     return set_tensor(tensor, allocate(inner.untyped_storage(), stream, where), inner)
 
 
-def install_operators(library: Any) -> None:
-    """Kernels of its own for what allocates or only looks at sizes; the fallback for everything else."""
+def _makes_or_changes(op: Any) -> bool:
+    """Functional, or in place: not a view, and without ``out=``."""
+    aliased = any(a.alias_info is not None for a in (*op._schema.arguments, *op._schema.returns))
+    return not aliased or op.overloadpacket.__name__.endswith("_")
+
+
+def overload(name: str) -> Any:
+    """The operator ``name`` or ``name.overload`` of ATen."""
+    packet, _, which = name.partition(".")
+    return getattr(getattr(aten, packet), which or "default")
+
+
+def cpu_operators(key: str) -> Iterator[Any]:
+    """The operators of ATen that have a kernel of their own for a dispatch key."""
+    for full_name in _C._dispatch_get_all_op_names():
+        if full_name.startswith("aten::") and _C._dispatch_has_kernel_for_dispatch_key(full_name, key):
+            yield overload(full_name.removeprefix("aten::"))
+
+
+def install_operators(library: Any, everything: Any) -> None:
+    """Kernels of its own for what allocates or only looks at sizes; the fallback for everything else.
+
+    For many operators torch has a composite kernel, which goes before a fallback: it allocates the result and calls the
+    operator with ``out=``. Those are given the fallback by name, so that they are one operator, as on CUDA.
+    """
     for op in (aten.empty.memory_format, aten.empty_strided.default):
         own_kernels[op] = _allocating(op)
     own_kernels[aten.resize_.default] = _resize
@@ -248,4 +270,7 @@ def install_operators(library: Any) -> None:
     views = [aten.as_strided.default, aten.view.default, aten._reshape_alias.default, aten.unfold.default]
     for op in (*views, *(getattr(aten.set_, name) for name in aten.set_.overloads())):
         own_kernels[op] = _only_sizes(op)
-    library.fallback(run_operator, "PrivateUse1")
+    for op in cpu_operators("CompositeExplicitAutogradNonFunctional"):
+        if _makes_or_changes(op) and _C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"):
+            library.impl(op, functools.partial(run_operator, op), "PrivateUse1")
+    everything.fallback(run_operator, "PrivateUse1")

@@ -1,6 +1,6 @@
 """Parts of torch that need more than the fallback: sparse tensors, convolutions, storages, Module.to.
 
-Private names of torch: ``_dispatch_get_all_op_names``, ``_has_compatible_shallow_copy_type``, ``_swap_tensor_impl``;
+Private names of torch: ``_has_compatible_shallow_copy_type``, ``_swap_tensor_impl``;
 replaced are the constructor of `torch.UntypedStorage` and ``Parameter.data``.
 """
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from weft.world.simulated.autocast import overload
 from weft.world.simulated.memory import DEVICE_TYPE, allocate, aten
-from weft.world.simulated.operators import ON_SPARSE_CPU, run_operator
+from weft.world.simulated.operators import ON_SPARSE_CPU, cpu_operators, run_operator
 from weft.world.simulated.places import place
 from weft.world.simulated.streams import current_stream
 
@@ -29,13 +28,10 @@ _SPARSE_PARTS = {
 
 def _install_sparse(library: Any) -> None:
     """By name, each operator that the CPU has for sparse tensors: a composite kernel would go before a fallback."""
-    for full_name in _C._dispatch_get_all_op_names():
-        name = full_name.removeprefix("aten::")
-        if name != full_name and _C._dispatch_has_kernel_for_dispatch_key(full_name, "SparseCPU"):
-            op = overload(name)
-            parts_only = name.partition(".")[0] in _SPARSE_PARTS
-            kernel, first = (op.redispatch, ON_SPARSE_CPU) if parts_only else (run_operator, op)
-            library.impl(op, functools.partial(kernel, first), "SparsePrivateUse1")
+    for op in cpu_operators("SparseCPU"):
+        parts_only = op.overloadpacket.__name__ in _SPARSE_PARTS
+        kernel, first = (op.redispatch, ON_SPARSE_CPU) if parts_only else (run_operator, op)
+        library.impl(op, functools.partial(kernel, first), "SparsePrivateUse1")
 
 
 def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any) -> Any:
