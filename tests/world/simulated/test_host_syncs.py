@@ -167,6 +167,30 @@ def test_the_host_writes_into_a_target_too_early(sim: Rank) -> None:
         current_stream().synchronize()
 
 
+EARLY: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "reads": lambda target, source: target + 1,
+    "reads .*_local_scalar_dense": lambda target, source: target[1].item(),
+    "reads .*copy_": lambda target, source: torch.empty(4).copy_(target),
+    "writes .*fill_": lambda target, source: target[2:].fill_(0),
+    "writes .*add": lambda target, source: torch.add(torch.ones(4), 1, out=source),
+}
+
+
+@pytest.mark.parametrize("words", EARLY)
+def test_the_line_that_uses_pinned_memory_too_early_is_found(sim: Rank, words: str) -> None:
+    target, source = torch.empty(4, pin_memory=True), torch.ones(4, pin_memory=True)
+    with simulated.WatchHost():
+        target.copy_(source.to("sim", non_blocking=True), non_blocking=True)
+        target.view(2, 2)[1:].detach()  # looks at sizes only
+        source + 1
+        with pytest.raises(SimulatedDeviceError, match=rf"the host {words}.* at test_host_syncs.py:\d+ <lambda>"):
+            EARLY[words](target, source)
+    with simulated.collect_reports():
+        current_stream().synchronize()
+    with simulated.WatchHost():
+        EARLY[words](target, source)
+
+
 def test_pinned_memory_between_streams(sim: Rank) -> None:
     """Copies in the order of streams see one another, though the host sees none of them."""
     x, pinned, side = four(), torch.empty(4, pin_memory=True), Stream()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from collections.abc import Callable
@@ -378,6 +379,30 @@ def test_ranks_are_apart() -> None:
     for at, rank in enumerate(ranks):
         simulated.current_rank().follow(rank)
         assert made[at].cpu().tolist() == [40.0 * at] * 50
+
+
+def test_nothing_but_its_users_keeps_memory() -> None:
+    """Otherwise it would be freed late, and freed too early would not be found."""
+    allocated = torch.get_device_module("sim").memory_allocated
+    gc.collect()
+    gc.disable()
+    try:
+        layer, before = torch.nn.Linear(8, 8).to("sim"), allocated()
+        for _ in range(2):
+            x = torch.randn(3, 8, device="sim", requires_grad=True)
+            with beside() as side:
+                y = layer(x).softmax(-1)[:, 1:]
+            current_stream().wait_stream(side)
+            work = Communicator().issue([y.detach().contiguous()], [torch.empty(3, device="sim")])
+            (y * y).sum().backward()
+            work.wait()
+            side.wait_stream(current_stream())
+            del x, y, work
+            layer.zero_grad()
+            torch.get_device_module("sim").synchronize()
+            assert allocated() == before
+    finally:
+        gc.enable()
 
 
 def test_messages_are_contiguous_and_their_bytes_can_be_moved() -> None:

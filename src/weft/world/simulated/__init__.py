@@ -23,6 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from weft.world.simulated.autocast import install_autocast
 from weft.world.simulated.device_module import make_device_module
 from weft.world.simulated.flash import install_flash
+from weft.world.simulated.host_watch import WatchHost
 from weft.world.simulated.memory import DEVICE_TYPE, host_alias
 from weft.world.simulated.messages import Communicator, Work
 from weft.world.simulated.operators import install_operators
@@ -42,8 +43,8 @@ from weft.world.simulated.streams import (
 from weft.world.simulated.torch_parts import install_parts
 
 __all__ = [
-    "TORCH", "Communicator", "Event", "Rank", "SimulatedDeviceError", "Stream", "Work", "collect_reports",
-    "current_rank", "current_stream", "enter_rank", "fits", "host_alias",
+    "TORCH", "Communicator", "Event", "Rank", "SimulatedDeviceError", "Stream", "WatchHost", "Work",
+    "collect_reports", "current_rank", "current_stream", "enter_rank", "fits", "host_alias",
     "inside_rank", "install", "misfit", "no_host_sync", "reports",
 ]  # fmt: skip
 

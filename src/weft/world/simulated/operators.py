@@ -188,11 +188,17 @@ def _make_sparse(like: Any, indices: Any, values: Any, device: torch.device, coa
 _operators: dict[Any, Operator] = {}
 
 
-def run_operator(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The fallback: any operator, on tensors of the device."""
+def operator_of(op: Any) -> Operator:
+    """What is known of it, worked out once."""
     known = _operators.get(op)
     if known is None:
         known = _operators[op] = Operator(op)
+    return known
+
+
+def run_operator(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The fallback: any operator, on tensors of the device."""
+    known = operator_of(op)
     if known.own is not None:
         return known.own(*args, **kwargs)
     launch = _Launch()

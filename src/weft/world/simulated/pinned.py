@@ -1,11 +1,11 @@
 """Copies between the host and the device, pinned memory, and the host that looks at it too early.
 
 A copy makes the host wait unless ``non_blocking`` is asked for; one to pageable memory waits even then, as on CUDA. A
-non-blocking copy to pinned memory **arrives late**: until the host has waited for an event or a stream that comes after
-it, the memory holds a poison (NaN, large integers, inverted truth values). So whoever reads too early computes with
-numbers that no test takes for right. That was preferred to watching every CPU operator, which would slow the CPU's own
-tests down and not see what NumPy does. What the host *writes* too early is reported: over a poison when the copy
-arrives, over a source when the copy is over or the memory is used for the next one.
+non-blocking copy to pinned memory **arrives late**: until the host has waited for an event or a stream that comes
+after it, the memory holds a poison (NaN, large integers, inverted truth values). So whoever reads too early computes
+with numbers that no test takes for right. That was preferred to watching every CPU operator (`WatchHost` can be asked
+to): it would slow the CPU's own tests down and not see what NumPy does. What the host *writes* too early is reported:
+over a poison when the copy arrives, over a source when the copy is over or the memory is used for the next one.
 
 Private names of torch: ``aten._copy_from``; ``_pin_memory`` and ``is_pinned`` are registered for CPU tensors; factories
 of the module torch are wrapped, for without an allocator in C++ they refuse ``pin_memory=True``.
@@ -51,7 +51,7 @@ def _poison(values: torch.Tensor) -> torch.Tensor:
     return poison
 
 
-class _PinnedCopy:
+class PinnedCopy:
     """A non-blocking copy between pinned ``memory`` and the device that the host has not waited for."""
 
     writes_host: bool
@@ -71,7 +71,7 @@ class _PinnedCopy:
         raise NotImplementedError
 
 
-class _ToHost(_PinnedCopy):
+class _ToHost(PinnedCopy):
     writes_host = True
 
     def __init__(self, memory: torch.Tensor, values: torch.Tensor, stream: Stream, count: int, where: Place) -> None:
@@ -87,7 +87,7 @@ class _ToHost(_PinnedCopy):
                 self.memory.copy_(self.values)
 
 
-class _FromHost(_PinnedCopy):
+class _FromHost(PinnedCopy):
     writes_host = False
 
     def finish(self) -> None:
@@ -98,7 +98,7 @@ def _order_after_earlier(memory: torch.Tensor, writes: bool, stream: Stream, whe
     """Copies under way over the same bytes: the stream must come after them; then they are over for it."""
     rank, pointer, part = stream.rank, memory.untyped_storage().data_ptr(), Part.of(memory)
     for copy in list(rank.host_copies):
-        if not isinstance(copy, _PinnedCopy) or copy.memory.untyped_storage().data_ptr() != pointer:
+        if not isinstance(copy, PinnedCopy) or copy.memory.untyped_storage().data_ptr() != pointer:
             continue
         if not overlap(Part.of(copy.memory), part) or not (writes or copy.writes_host):
             if not copy.writes_host:
@@ -140,7 +140,7 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     return target
 
 
-def _keep(copy: _PinnedCopy) -> None:
+def _keep(copy: PinnedCopy) -> None:
     copies = current_rank().host_copies
     copies.append(copy)
     sources = [one for one in copies if isinstance(one, _FromHost)]
