@@ -214,3 +214,15 @@ def test_pinned_memory_has_several_makers(sim: Rank) -> None:
     assert not torch.zeros(3).is_pinned() and not torch.zeros(3, pin_memory=False).is_pinned()
     assert torch.ones(2, pin_memory=True, requires_grad=True).requires_grad
     assert simulated.current_rank() is sim
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_factories_are_what_they_were_for_compilers(sim: Rank) -> None:
+    def plus(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros(3, dtype=x.dtype) + torch.full((3,), 2.0) + torch.empty_like(x).fill_(1)
+
+    x = torch.ones(3)
+    assert torch.jit.script(plus)(x).tolist() == [4.0] * 3
+    assert torch.compile(plus, backend="eager", fullgraph=True)(x).tolist() == [4.0] * 3
+    with torch.device("meta"):
+        assert torch.zeros(3).is_meta

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit import _builtins
 from torch.utils import _device
 
 from weft.world.simulated.memory import (
@@ -192,4 +193,6 @@ def install_pinned(library: Any) -> None:
     library.impl("is_pinned", is_pinned, "CPU")
     _device._device_constructors()  # keeps the factories by identity: before they are wrapped
     for name in _FACTORIES:
-        setattr(torch, name, _pinning(getattr(torch, name)))
+        pinning = _pinning(getattr(torch, name))
+        _builtins._register_builtin(pinning, f"aten::{name}")  # torch.jit knows factories by identity too
+        setattr(torch, name, pinning)
