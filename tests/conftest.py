@@ -4,12 +4,13 @@ import os
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from interpreter import Interpreter
-from worlds import RULES, on_simulated_device, use_rules
+from worlds import RULES, on_simulated_device, simulated_device, use_rules
 
 from weft.world.launch import ProcessWorld
 
@@ -49,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("pool"))
         elif item.get_closest_marker("processes"):
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+@pytest.fixture
+def sim() -> Iterator[Any]:
+    """A rank with the simulated device, in which the test runs; nothing of other tests is pending there."""
+    simulated = simulated_device()
+    with simulated.inside_rank(simulated.Rank()) as rank:
+        yield rank
 
 
 @pytest.fixture(scope="session")

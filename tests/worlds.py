@@ -99,3 +99,12 @@ def every(values):
     """
     values = list(values)
     return values if _current[0] == "ideal" or "WEFT_SOAK" in os.environ else values[1::7] or values
+
+
+def simulated_device() -> Any:
+    """`weft.world.simulated`, installed. Where it cannot be had, what uses it is skipped, with a line that says why."""
+    if (reason := _why_not_simulated()) is not None:
+        pytest.skip(reason)
+    simulated = importlib.import_module("weft.world.simulated")
+    simulated.install()
+    return simulated

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from worlds import on_simulated_device
 
 from weft.comm.device import StreamLane, copy_to_device, runs_behind, start_copy_to_host
 
-pytestmark = on_simulated_device
+pytestmark = pytest.mark.usefixtures("sim")
 
 SIM = "sim:0"  # a torch.device once it is installed
-
-
-@pytest.fixture(autouse=True)
-def rank() -> Iterator[object]:
-    from weft.world import simulated
-
-    simulated.install()
-    with simulated.inside_rank(simulated.Rank()) as rank:
-        yield rank
 
 
 def ones() -> torch.Tensor:
     return torch.ones(64, device=SIM)
 
 
-def test_a_lane_comes_after_what_the_caller_has_issued_and_the_reader_after_the_lane(rank) -> None:
+def test_a_lane_comes_after_what_the_caller_has_issued_and_the_reader_after_the_lane(sim) -> None:
     lane = StreamLane(torch.device(SIM))
     source = ones()
     pending = lane.start(lambda: source + 1, [source])
     total = pending.wait() + source
-    assert not rank.host_syncs
+    assert not sim.host_syncs
     assert total.cpu().tolist() == [3.0] * 64
 
 
@@ -87,20 +75,20 @@ def test_lists_of_results_are_noted_as_single_ones_are() -> None:
     assert read.cpu().tolist() == [3.0] * 64
 
 
-def test_a_copy_to_the_host_is_one_synchronisation_and_only_when_it_is_read(rank) -> None:
+def test_a_copy_to_the_host_is_one_synchronisation_and_only_when_it_is_read(sim) -> None:
     pending = start_copy_to_host(ones() * 3)
-    assert not rank.host_syncs
+    assert not sim.host_syncs
     ones().sum()  # issued after it, and not waited for
     assert pending.wait().tolist() == [3.0] * 64
-    assert sum(rank.host_syncs.values()) == 1
-    assert pending.wait().tolist() == [3.0] * 64 and sum(rank.host_syncs.values()) == 1
+    assert sum(sim.host_syncs.values()) == 1
+    assert pending.wait().tolist() == [3.0] * 64 and sum(sim.host_syncs.values()) == 1
 
 
-def test_a_copy_to_the_device_does_not_hold_up_the_host(rank) -> None:
+def test_a_copy_to_the_device_does_not_hold_up_the_host(sim) -> None:
     host = torch.arange(64.0)
     there = copy_to_device(host, torch.device(SIM))
     host.zero_()  # a loader fills its memory anew
-    assert not rank.host_syncs
+    assert not sim.host_syncs
     assert there.cpu().tolist() == list(range(64))
 
 

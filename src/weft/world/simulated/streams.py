@@ -1,0 +1,288 @@
+"""Ranks, streams and events, with vector clocks; and which stream is current, also inside a backward.
+
+Operators run at once, in the order of the host. What would be wrong on a device is found by clocks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weft.world.simulated.clocks import Clock, Freed, HostCopy, covers, merge
+from weft.world.simulated.places import Place, SimulatedDeviceError, describe, place
+
+_C: Any = torch._C  # private: _current_graph_task_id, _current_autograd_node, _autograd._get_sequence_nr, DeviceType
+_PRIVATE_USE = int(_C._autograd.DeviceType.PrivateUse1)
+_LAST_NUMBER = 2**62  # an AccumulateGrad has a number beyond it
+_KEPT_SWITCHES = 4096
+_stream_ids = itertools.count(1)
+
+
+class Rank:
+    """What one process would have: a host with its clock, a default stream, freed memory, and counts of host syncs."""
+
+    def __init__(self) -> None:
+        self.host: Clock = {}  # what the host knows to be done
+        self.issued: Clock = {}  # the last operator of every stream
+        self.host_syncs: Counter[str] = Counter()
+        self.host_sync_places: Counter[tuple[str, Place]] = Counter()
+        self.syncs_forbidden = False
+        self.freed: dict[int, list[Freed]] = defaultdict(list)  # by the stream it was allocated on
+        self.host_copies: list[HostCopy] = []
+        self.default_stream = Stream(rank=self)
+
+    def reach(self, clock: Clock) -> None:
+        """The host has waited until all that ``clock`` knows was done."""
+        merge(self.host, clock)
+        if self.host_copies:
+            done = [copy for copy in self.host_copies if self.host.get(copy.stream, 0) >= copy.count]
+            self.host_copies = [copy for copy in self.host_copies if copy not in done]
+            for copy in done:
+                copy.finish()
+
+    def follow(self, other: Rank) -> None:
+        """This host waits for everything ``other`` has issued: for tensors that one rank leaves to another's thread."""
+        self.reach(dict(other.issued))
+
+    def places_of_syncs(self) -> dict[str, int]:
+        """How often the host waited, by kind and place, as text."""
+        return {f"{kind} at {describe(where)}": n for (kind, where), n in self.host_sync_places.most_common()}
+
+
+class Stream(torch.Stream):
+    """A `torch.Stream` with an id of its own, which is what `Tensor.record_stream` brings to us."""
+
+    rank: Rank
+    count: int
+    clock: Clock  # what everything issued from now on comes after
+    _asked: Clock
+
+    def __new__(cls, device: Any = None, priority: int = 0, *, rank: Rank | None = None) -> Stream:
+        new: Any = super().__new__
+        self = new(cls, stream_id=next(_stream_ids), device_index=0, device_type=_PRIVATE_USE)
+        self.rank, self.count, self.clock, self._asked = rank or current_rank(), 0, {}, {}
+        return self
+
+    def __init__(self, device: Any = None, priority: int = 0, *, rank: Rank | None = None) -> None: ...
+
+    def tick(self) -> int:
+        """The number of the operator that is issued now."""
+        self.count += 1
+        self.clock[self.stream_id] = self.rank.issued[self.stream_id] = self.count
+        if self.rank.host:
+            merge(self.clock, self.rank.host)
+        return self.count
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that is over when all that was issued so far is."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """What is issued from now on comes after the event. The host goes on."""
+        merge(self.clock, event.clock)
+
+    def wait_stream(self, stream: Any) -> None:
+        """What is issued from now on comes after all that ``stream`` was given so far. The host goes on."""
+        merge(self.clock, stream.clock)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        host_sync("synchronize", self.clock)
+
+    def query(self) -> bool:
+        """See `Event.query`."""
+        if covers(self.rank.host, self.clock):
+            return True
+        if not self._asked:
+            self._asked = dict(self.clock)
+            return False
+        self.rank.reach(self._asked)
+        self._asked = {}
+        return covers(self.rank.host, self.clock)
+
+    def __enter__(self) -> Any:
+        _thread.entered.append((_thread.stream, _thread.task))
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stream, task = _thread.entered.pop()
+        set_stream(stream or current_rank().default_stream)
+        _thread.task = task
+
+
+class Event:
+    """As `torch.cuda.Event`. Where it was never recorded, there is nothing to wait for."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.clock: Clock = {}
+        self._asked, self._recorded_at = False, 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """It is over when all that ``stream`` (default: the current one) was given so far is."""
+        self.clock, self._asked, self._recorded_at = (
+            dict((stream or current_stream()).clock),
+            False,
+            time.perf_counter(),
+        )
+
+    def wait(self, stream: Any = None) -> None:
+        """What ``stream`` is given from now on comes after it. The host goes on."""
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        host_sync("synchronize", self.clock)
+
+    def query(self) -> bool:
+        """Whether it is over: at first it is not, unless the host knows better, and the second time it is.
+
+        So nobody can rely on a first answer, and loops that ask until it is over come to an end.
+        """
+        rank = current_rank()
+        if covers(rank.host, self.clock):
+            return True
+        if self._asked:
+            rank.reach(self.clock)
+        self._asked = not self._asked
+        return not self._asked
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the host between the two records."""
+        return 1000 * (end._recorded_at - self._recorded_at)
+
+
+class _Thread(threading.local):
+    """Of each thread: its rank, the current stream and the graph task in which that was set, and earlier streams."""
+
+    def __init__(self) -> None:
+        self.rank: Rank | None = None
+        self.stream: Stream | None = None
+        self.task = -1
+        self.entered: list[tuple[Stream | None, int]] = []
+        self.switches: list[
+            tuple[int, Stream]
+        ] = []  # the number the next autograd node had, and the stream from there on
+        self.backward: _Backward | None = None
+
+
+class _Backward:
+    """A backward that runs: the streams of the forward by the numbers of nodes, and the streams used so far."""
+
+    __slots__ = ("caller", "switches", "used")
+
+    def __init__(self, switches: list[tuple[int, Stream]], caller: Stream) -> None:
+        self.switches, self.caller, self.used = switches, caller, [caller]
+
+    def stream_of_node(self) -> Stream:
+        """The stream of the node's forward. As the engine does it, that waits for what came before in this backward."""
+        stream, node = self.caller, _C._current_autograd_node()
+        if node is not None and self.switches and 0 <= (number := node._sequence_nr()) < _LAST_NUMBER:
+            at = bisect.bisect_right(self.switches, number, key=lambda switch: switch[0])
+            stream = self.switches[at - 1][1] if at else stream.rank.default_stream
+        if self.used[-1] is not stream:
+            stream.wait_stream(self.used[-1])
+            self.used.append(stream)
+        return stream
+
+
+_thread = _Thread()
+_latest_backward: list[_Backward] = []  # for the engine's thread of the device, which knows no rank
+_first_rank: list[Rank] = []
+
+
+def current_rank() -> Rank:
+    """The rank of this thread; threads that entered none belong to the first."""
+    if _thread.rank is not None:
+        return _thread.rank
+    if not _first_rank:
+        _first_rank.append(Rank.__new__(Rank))
+        _first_rank[0].__init__()  # type: ignore[misc]  # its default stream asks for no other rank
+    return _first_rank[0]
+
+
+def enter_rank(rank: Rank | None) -> None:
+    """From now on this thread belongs to ``rank``, on its default stream; None: to the first rank, as at the start.
+
+    The backwards of a thread that entered a rank run in this thread: the engine's own thread would not know the rank.
+    """
+    _thread.__init__()  # type: ignore[misc]
+    _thread.rank = rank
+
+
+@contextmanager
+def inside_rank(rank: Rank) -> Iterator[Rank]:
+    """Within it this thread belongs to ``rank``."""
+    before = dict(_thread.__dict__)
+    enter_rank(rank)
+    try:
+        yield rank
+    finally:
+        _thread.__dict__.update(before)
+
+
+def set_stream(stream: Stream) -> None:
+    """It is current from now on, for this thread. The backward of what is called now will run on it too."""
+    _thread.stream, _thread.task = stream, _C._current_graph_task_id()
+    switches = _thread.switches
+    switches.append((_C._autograd._get_sequence_nr(), stream))
+    if len(switches) > _KEPT_SWITCHES:
+        del switches[: _KEPT_SWITCHES // 2]
+
+
+def current_stream(device: Any = None) -> Stream:
+    """What operators are issued to now."""
+    if _C._current_graph_task_id() == _thread.task:
+        return _thread.stream or current_rank().default_stream
+    backward = _thread.backward or (_latest_backward[-1] if _latest_backward else None)
+    return backward.stream_of_node() if backward is not None else current_rank().default_stream
+
+
+def follow_forward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``_engine_run_backward`` such that nodes run on the streams of their forwards."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        stream, before = current_stream(), _thread.backward
+        backward = _thread.backward = _Backward(_thread.switches, stream)
+        _latest_backward.append(backward)
+        try:
+            with torch.autograd.set_multithreading_enabled(_thread.rank is None):
+                return run_backward(*args, **kwargs)
+        finally:
+            _thread.backward = before
+            _latest_backward.remove(backward)
+            for other in set(backward.used):
+                stream.wait_stream(other)
+
+    return run
+
+
+def host_sync(kind: str, clock: Clock | None = None) -> None:
+    """The host waits, for the current stream or for what ``clock`` knows; counted by kind and place."""
+    rank, where = current_rank(), place()
+    rank.host_syncs[kind] += 1
+    rank.host_sync_places[kind, where[:1]] += 1
+    if rank.syncs_forbidden:
+        raise SimulatedDeviceError(f"host synchronisation where it is forbidden: {kind} at {describe(where)}")
+    rank.reach(dict(current_stream().clock if clock is None else clock))
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Within it a synchronisation of this rank's host raises `SimulatedDeviceError`, with its place."""
+    rank = current_rank()
+    before, rank.syncs_forbidden = rank.syncs_forbidden, True
+    try:
+        yield
+    finally:
+        rank.syncs_forbidden = before
