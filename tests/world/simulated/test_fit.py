@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from worlds import install_simulated_device
+from worlds import simulated_device
 
 from weft.world import simulated
 
@@ -22,7 +22,7 @@ def test_another_torch_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"the simulated device fits torch {simulated.TORCH}, and this is 2.99.1"
     assert not simulated.fits() and words in str(simulated.misfit())
     with pytest.raises(pytest.skip.Exception, match=words):
-        install_simulated_device()
+        simulated_device()
     monkeypatch.setattr(simulated, "_kept", [])
     with pytest.raises(RuntimeError, match=words):
         simulated.install()
