@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from weft.comm.device import StreamLane, copy_to_device, runs_behind, start_copy_to_host
+from weft.comm.device import StreamLane, copy_to_device, own_device, runs_behind, start_copy_to_host
 
 pytestmark = pytest.mark.usefixtures("sim")
 
@@ -96,3 +98,11 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     host = torch.arange(3)
     assert start_copy_to_host(host).wait() is host and copy_to_device(host, torch.device("cpu")) is host
     assert not runs_behind(host.device) and runs_behind(torch.device(SIM))
+
+
+def test_the_accelerator_is_that_of_a_simulated_rank_only_within_it() -> None:
+    found: list[torch.device] = []
+    thread = threading.Thread(target=lambda: found.append(own_device()))
+    thread.start()
+    thread.join(10)
+    assert own_device() == torch.device(SIM) and found == [torch.device("cpu")]

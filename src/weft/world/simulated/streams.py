@@ -211,6 +211,11 @@ def current_rank() -> Rank:
     return _first_rank[0]
 
 
+def has_rank() -> bool:
+    """Whether this thread belongs to a rank: only there is the simulated device the accelerator of a program."""
+    return _thread.rank is not None
+
+
 def enter_rank(rank: Rank | None) -> None:
     """From now on this thread belongs to ``rank``, on its default stream; None: to the first rank, as at the start.
 
