@@ -145,16 +145,10 @@ def test_messages_in_another_order_need_a_line_of_their_own(apart: bool) -> None
         return [*first.cpu().tolist(), *second.cpu().tolist()]
 
     if apart:
-        with pytest.raises(NcclRuleError, match="deadlock"):  # where a first contact holds up the host
-            world(2).run(program)
-        from weft.world.virtual import WorldState
-
-        assert WorldState(world(2)).run(program).results == [[1.0] * 12, [0.0] * 12]
+        assert world(2).run(program).results == [[1.0] * 12, [0.0] * 12]
     else:
-        from weft.world.virtual import WorldState
-
-        with pytest.raises(NcclRuleError, match="NCCL rule 2"):
-            WorldState(world(2)).run(program)
+        with pytest.raises(NcclRuleError, match="NCCL rule"):
+            world(2).run(program)
 
 
 @on_simulated_device

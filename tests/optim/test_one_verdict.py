@@ -16,7 +16,6 @@ from worlds import virtual_world
 import weft
 import weft.optim.slices.adamw
 from weft import optim
-from weft.errors import NcclRuleError
 from weft.optim.matrix import stable
 from weft.optim.rows.state import RowUpdate
 
@@ -257,10 +256,10 @@ def test_a_part_alone_that_one_rank_cannot_load() -> None:
 
 
 @pytest.mark.parametrize("at", ["forward", "first", "middle"])
-def test_a_backward_that_fails_on_one_rank_is_given_up(at: str, network: str) -> None:
+def test_a_backward_that_fails_on_one_rank_is_given_up(at: str) -> None:
     """The others have sent gradients by then; all call zero_grad, and the next step is as if nothing had been.
 
-    Not on NCCL: where its first messages hold up the host, the others never come to zero_grad.
+    On NCCL too: gradients have a communicator of their own, whose ranks met when it was made.
     """
 
     def program(axis: weft.Axis, fails: bool) -> list[Tensor]:
@@ -293,10 +292,6 @@ def test_a_backward_that_fails_on_one_rank_is_given_up(at: str, network: str) ->
         return [p.detach() for p in model.parameters()]
 
     wanted = virtual_world(3).run(lambda axis: program(axis, False)).results
-    if network == "nccl":
-        with pytest.raises(NcclRuleError, match="deadlock"):
-            virtual_world(3).run(lambda axis: program(axis, True))
-        return
     found = virtual_world(3).run(lambda axis: program(axis, True)).results
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
 

@@ -149,7 +149,9 @@ class DistWire:
         if key not in self._apart:
             ranks = [self.numbers[member] for member in members]
             group = dist.new_group(ranks, self._timeout, use_local_synchronization=True, sort_ranks=False)
-            self._apart[key] = DistWire(group)
+            self._apart[key] = wire = DistWire(group)
+            if wire._nccl is not None:
+                wire._nccl.meet(group, name, range(len(ranks)))
         return self._apart[key], range(len(members))
 
     def announce(self, record: CallRecord) -> None:

@@ -92,6 +92,17 @@ class NcclSide:
             detector.follow(record, works)
         return Pending(lambda: wait_for(works))
 
+    def meet(self, group: Any, name: str, members: Sequence[int]) -> None:
+        """A byte from each of ``members`` to each other: the first messages of a pair hold up the host, later ones not.
+
+        All of them must call it.
+        """
+        record = CallRecord(name, 0, "meet", (), 0)
+        others = [rank for rank in members if rank != group.rank()]
+        mine, theirs = (torch.zeros(len(others), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
+        expected = PostedWithExchange(record, [(rank, 0, theirs[at]) for at, rank in enumerate(others)])
+        self.exchange(group, record, [(rank, 0, mine[at]) for at, rank in enumerate(others)], expected).wait()
+
     def close(self) -> None:
         """Make every wait on this communicator end."""
         with suppress(RuntimeError):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from weft.comm import ledger
@@ -98,10 +99,10 @@ class WorldState:
         links = Links(world.size, world.machine)
         self.messages = TaggedMessages(self.scheduler, links, tcp=world.machine if world.rules == "gloo" else None)
         self.emulated = world.emulated
-        self._make_queues = lambda: NcclQueues(
-            self.scheduler, links, world.size, host_blocks, connected and world.emulated is None
-        )
-        self.nccl = self._make_queues() if world.rules == "nccl" else None
+        self._make_queues = partial(NcclQueues, self.scheduler, links, world.size)
+        self.nccl: NcclQueues | None = None
+        if world.rules == "nccl":
+            self.nccl = self._make_queues(host_blocks, connected and world.emulated is None)
         self._apart: dict[tuple[str, Sequence[int]], NcclQueues] = {}
         self.ledgers = [Ledger() for _ in range(world.size)]
         self.operators: list[Event] = []
@@ -138,8 +139,8 @@ class WorldState:
         return [] if self.nccl is None else [self.nccl, *self._apart.values()]
 
     def queues_apart(self, name: str, members: Sequence[int]) -> NcclQueues:
-        """Of a communicator of its own, which its ranks share."""
-        return self._apart.setdefault((name, tuple(members)), self._make_queues())
+        """Of a communicator of its own, which its ranks share. They have met when it was made: no issue blocks."""
+        return self._apart.setdefault((name, tuple(members)), self._make_queues(False, self.emulated is None))
 
     @contextmanager
     def inside(self, axis: Axis) -> Iterator[None]:

@@ -88,7 +88,10 @@ class VirtualWire:
             return self, members
         key = name, tuple(members)
         if key not in self._apart:
-            self._apart[key] = VirtualWire(self._world, self.rank, self._world.queues_apart(name, members))
+            self._apart[key] = wire = VirtualWire(self._world, self.rank, self._world.queues_apart(name, members))
+            if wire._side is not None:
+                wire._communicator.record = CallRecord(name, 0, "meet", (), 0)
+                wire._side.meet(wire._communicator, name, members)
         return self._apart[key], members
 
     def start(
