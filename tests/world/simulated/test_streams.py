@@ -332,11 +332,14 @@ def test_a_stream_within_a_backward() -> None:
             seen.append(current_stream())
         seen.append(current_stream())
 
-    x = ones().requires_grad_()
-    y = x * 2
+    y = ones().requires_grad_() * 2
+    with beside() as other:
+        z = y * 2
+    main.wait_stream(other)
     y.register_hook(note)
-    y.sum().backward()
-    assert seen == [main, side, main] and current_stream() is main
+    z.register_hook(note)
+    z.sum().backward()
+    assert seen == [other, side, other, main, side, main] and current_stream() is main
 
 
 def test_events_are_over_when_asked_twice() -> None:
