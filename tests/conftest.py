@@ -36,11 +36,14 @@ def every_network(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: tests that use the pool stay on one of them, those with processes of their own on one.
+    """The simulated device's own tests come first: where they fail, those that stand on it say nothing.
+
+    With several workers: tests that use the pool stay on one of them, those with processes of their own on one.
 
     Of the tests by NCCL's rules, where programs run twice, `make test` takes every third, of those on the simulated
     device every sixth, and `make soak` all.
     """
+    items.sort(key=lambda item: "tests/world/simulated" not in item.nodeid)
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         share = {"nccl": 3, "sim": 6}.get(given.get("network") or given.get("every_network"), 1)

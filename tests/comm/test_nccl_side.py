@@ -166,6 +166,24 @@ def test_lanes_of_two_operations_do_not_wait_for_one_another() -> None:
     assert all(world(2).run(program).results)
 
 
+@on_simulated_device
+@pytest.mark.parametrize("size", [3, 20])
+def test_metadata_of_a_group_without_a_cpu_side(size: int) -> None:
+    """It travels on the device, issued by the thread that computes: directly, beyond 16 ranks by doubling on a lane."""
+    from weft.world.simulated import current_rank
+
+    def program(axis: Axis) -> tuple[list[tuple[int, ...]], int]:
+        axis.wire.host = torch.device("sim", 0)
+        call = axis.begin("a test", metadata=[10 * axis.rank])
+        here(axis).sum()
+        found = call.metadata.wait()
+        return found, sum(count for kind, count in current_rank().host_syncs.items() if kind != "copy to device")
+
+    for found, syncs in world(size).run(program).results:
+        assert found == [(10 * rank,) for rank in range(size)]
+        assert syncs == 1  # the host reads the integers
+
+
 def test_only_the_thread_that_issues_asks_whether_works_are_over() -> None:
     """A question from the watching thread would break the capture of a graph."""
     asked: list[str] = []
