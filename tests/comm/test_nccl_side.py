@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -182,6 +183,19 @@ def test_metadata_of_a_group_without_a_cpu_side(size: int) -> None:
     for found, syncs in world(size).run(program).results:
         assert found == [(10 * rank,) for rank in range(size)]
         assert syncs == 1  # the host reads the integers
+
+
+@on_simulated_device
+def test_metadata_that_nobody_waits_for_gives_no_memory_back_too_early() -> None:
+    """As after an error between a call's begin and its wait."""
+
+    def program(axis: Axis) -> float:
+        axis.wire.host = torch.device("sim", 0)
+        axis.begin("a test", metadata=[10 * axis.rank])
+        gc.collect()  # the call knows its metadata, and they know the call
+        return float(here(axis).sum())
+
+    assert world(18).run(program).results == [8.0 * rank for rank in range(18)]
 
 
 def test_only_the_thread_that_issues_asks_whether_works_are_over() -> None:

@@ -7,6 +7,7 @@ current then.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from weft.comm.nccl import NcclSide
 from weft.comm.records import CallRecord
 from weft.comm.wire import Pending
+from weft.errors import NcclRuleError
 from weft.world.nccl import NcclExpected, NcclQueues
-from weft.world.simulated import Communicator, Rank, host_alias, inside_rank, install
+from weft.world.simulated import Communicator, Rank, enter_rank, host_alias, inside_rank, install
 
-__all__ = ["EmulatedNccl", "Rank", "inside_rank", "install"]
+__all__ = ["EmulatedNccl", "Rank", "enter_rank", "inside_rank", "install"]
 
 
 class _Operation(NamedTuple):
@@ -53,7 +55,7 @@ class EmulatedNccl:
     def __init__(self, queues: NcclQueues, rank: int) -> None:
         self._queues, self._rank = queues, rank
         self._communicator = Communicator()
-        self._aborted = False
+        self._aborted, self._thread = False, threading.current_thread()
         self.record: CallRecord | None = None  # whose messages come next: NCCL does not know, messages say it
 
     def side(self) -> NcclSide:
@@ -73,6 +75,8 @@ class EmulatedNccl:
         """One group. ``operations`` must not be empty, as for torch."""
         if not operations:
             raise ValueError("batch_isend_irecv takes at least one operation")
+        if threading.current_thread() is not self._thread:
+            raise NcclRuleError(f"NCCL: rank {self._rank} issues messages from a second thread: no order among them")
         if self._aborted:
             raise RuntimeError("NCCL communicator was aborted")
         assert self.record is not None

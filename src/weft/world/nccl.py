@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from weft.comm.records import CallRecord, diagnose
 from weft.comm.wire import Pending, WireMessage, as_bytes
@@ -94,6 +93,7 @@ class NcclQueues:
         self._host_blocks, self._connected = host_blocks, connected
         self._joined: list[Task] = []  # who waits for the others at the first exchange
         self._eager: set[int] = set()
+        self.met: set[tuple[int, int]] | None = None  # pairs that have, where only first contacts block
         self._queues: list[deque[_Group]] = [deque() for _ in range(size)]
         self._ends = [0.0] * size  # when the last group of a rank was complete
         # Messages of a pair of ranks that have not met: sent ones, and receives.
@@ -137,9 +137,17 @@ class NcclQueues:
         self._queues[rank].append(group)
         if len(self._queues[rank]) == 1:
             self._start(group)
-        if self._host_blocks:
+        if self._blocks_host(group):
             self._block_until_complete(group)
         return Pending(lambda: self.wait(group))
+
+    def _blocks_host(self, group: _Group) -> bool:
+        """Rule 5: always, or where only first contacts count, if this group has one."""
+        if self.met is None or not self._host_blocks:
+            return self._host_blocks
+        pairs = {(group.rank, message.peer) for message in group.messages} - self.met
+        self.met |= pairs
+        return bool(pairs)
 
     def wait(self, group: _Group) -> None:
         """Until the group is complete; what it received is there then."""
@@ -180,12 +188,12 @@ class NcclQueues:
             if len(theirs) >= len(mine):
                 sends, receives, record = theirs[len(mine) - 1]
                 if (receives, sends) != (peer in to, peer in at):
-                    self._object(
-                        {group.rank: group.record, peer: record},
-                        f"NCCL rule 3: group {len(mine)} between ranks {group.rank} and {peer} does not mirror: rank "
-                        f"{group.rank} ({_words(peer in to, peer in at)}) in {group.record.place}; rank {peer} "
-                        f"({_words(sends, receives)}) in {record.place}",
+                    words = (
+                        f"group {len(mine)} between ranks {group.rank} and {peer} does not mirror: rank {group.rank} "
+                        f"({_words(peer in to, peer in at)}) in {group.record.place}; rank {peer} "
+                        f"({_words(sends, receives)}) in {record.place}"
                     )
+                    self._object({group.rank: group.record, peer: record}, f"NCCL rule 3: {words}")
 
     def _match(self, group: _Group) -> None:
         """Rule 2: the n-th message of a pair and direction meets the n-th receive."""
@@ -201,11 +209,8 @@ class NcclQueues:
     def _check_met(self, sent: _Message, asked: _Message) -> None:
         a, b = sent.group, asked.group
         if sent.tag != asked.tag:
-            self._object(
-                {a.rank: a.record, b.rank: b.record},
-                f"NCCL rule 2: rank {b.rank}, in {b.record.place}, would receive what rank {a.rank} sent in "
-                f"{a.record.place}",
-            )
+            words = f"rank {b.rank}, in {b.record.place}, would receive what rank {a.rank} sent in {a.record.place}"
+            self._object({a.rank: a.record, b.rank: b.record}, f"NCCL rule 2: {words}")
         if sent.tensor.numel() != asked.tensor.numel() or sent.tensor.dtype != asked.tensor.dtype:
             raise NcclRuleError(
                 f"NCCL rule 2: {a.record.place}: rank {a.rank} sent {sent.tensor.numel()} x {sent.tensor.dtype}, rank "
@@ -272,28 +277,7 @@ def _words(sends: bool, receives: bool) -> str:
     return "sends and receives" if sends and receives else "sends" if sends else "receives"
 
 
+@torch.no_grad()
 def _poison(tensor: torch.Tensor) -> None:
     if not tensor.is_meta and tensor.dtype != torch.bool:
-        with torch.no_grad():
-            tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
-
-
-_READS = {getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__int__", "__bool__", "__index__")}
-
-
-class HostReads(TorchFunctionMode):
-    """Rule 8: finds the host reading received integers. Active in every thread of such a world."""
-
-    def __init__(self, nccl: NcclQueues, rank: int) -> None:
-        super().__init__()
-        self._nccl, self._rank = nccl, rank
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
-            tensor = args[0]
-            if not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._nccl.received_integers:
-                raise NcclRuleError(
-                    f"NCCL rule 8: rank {self._rank} reads received integers {list(tensor.shape)} on the host; gather "
-                    f"them as metadata, over the CPU side"
-                )
-        return func(*args, **(kwargs or {}))
+        tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
 from weft.comm.ledger import Event, Ledger
 from weft.comm.records import CallRecord, diagnose
 from weft.errors import DeadlockError, Fault, NcclRuleError, error_of
 from weft.world.machine import Machine, counting
-from weft.world.nccl import HostReads, NcclQueues
+from weft.world.nccl import NcclQueues
 from weft.world.network import Links, TaggedMessages
 from weft.world.scheduler import Scheduler, Task
 from weft.world.virtual_wire import VirtualWire
@@ -99,7 +102,9 @@ class WorldState:
         links = Links(world.size, world.machine)
         self.messages = TaggedMessages(self.scheduler, links, tcp=world.machine if world.rules == "gloo" else None)
         self.emulated = world.emulated
+        self.devices = [] if world.emulated is None else [world.emulated.Rank() for _ in range(world.size)]
         self._make_queues = partial(NcclQueues, self.scheduler, links, world.size)
+        self._host_blocks = host_blocks
         self.nccl: NcclQueues | None = None
         if world.rules == "nccl":
             self.nccl = self._make_queues(host_blocks, connected and world.emulated is None)
@@ -116,7 +121,7 @@ class WorldState:
         ends = [0.0] * self.size
 
         def live(rank: int) -> None:
-            with nullcontext() if self.emulated is None else self.emulated.inside_rank(self.emulated.Rank()):
+            with nullcontext() if self.emulated is None else self.emulated.inside_rank(self.devices[rank]):
                 live_on_device(rank)
 
         def live_on_device(rank: int) -> None:
@@ -139,12 +144,19 @@ class WorldState:
         return [] if self.nccl is None else [self.nccl, *self._apart.values()]
 
     def queues_apart(self, name: str, members: Sequence[int]) -> NcclQueues:
-        """Of a communicator of its own, which its ranks share. They have met when it was made: no issue blocks."""
-        return self._apart.setdefault((name, tuple(members)), self._make_queues(False, self.emulated is None))
+        """Of a communicator of its own, which its ranks share. On the simulated device they meet as real ranks do."""
+        key = name, tuple(members)
+        if key not in self._apart:
+            simulated = self.emulated is not None
+            self._apart[key] = self._make_queues(self._host_blocks and simulated, not simulated)
+            self._apart[key].met = set()
+        return self._apart[key]
 
     @contextmanager
-    def inside(self, axis: Axis) -> Iterator[None]:
-        """This thread is part of a rank: its WORLD, its ledger, its clock."""
+    def inside(self, axis: Axis, beside: bool = False) -> Iterator[None]:
+        """This thread is part of a rank: its WORLD, its ledger, its clock. ``beside``: not the one that computes."""
+        if beside and self.emulated is not None:
+            self.emulated.enter_rank(self.devices[axis.wire.rank])
         enter_world(axis)
         ledger.attach(self.ledgers[axis.wire.rank])
         # On the simulated device the host's reads are seen by the device.
@@ -177,3 +189,24 @@ class WorldState:
         more = f"; and {len(blocked) - 16} more" if len(blocked) > 16 else ""
         kind = DeadlockError if self.nccl is None else NcclRuleError
         return kind(f"deadlock in a virtual world of {self.size}: {'; '.join(rows)}{more}")
+
+
+_READS = {getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__int__", "__bool__", "__index__")}
+
+
+class HostReads(TorchFunctionMode):
+    """Rule 8: finds the host reading received integers. Active in every thread of such a world."""
+
+    def __init__(self, nccl: NcclQueues, rank: int) -> None:
+        super().__init__()
+        self._nccl, self._rank = nccl, rank
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            tensor = args[0]
+            if not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._nccl.received_integers:
+                raise NcclRuleError(
+                    f"NCCL rule 8: rank {self._rank} reads received integers {list(tensor.shape)} on the host; gather "
+                    f"them as metadata, over the CPU side"
+                )
+        return func(*args, **(kwargs or {}))

@@ -105,13 +105,13 @@ class VirtualWire:
             if operation not in self._lanes:
                 self._lanes[operation] = StreamLane(device)
             return self._lanes[operation].start(schedule, buffers)
-        if self._world.nccl is not None:
+        if self._queues is not None and self._side is None:
             return self._start_inline(schedule)
         future: Future[T] = Future()
         axis, context = Axis.of(None), without_gradients()
 
         def body() -> None:
-            with context, self._world.inside(axis):
+            with context, self._world.inside(axis, beside=True):
                 try:
                     future.set_result(schedule())
                 except Exception as error:  # raised in the caller, who waits for it
