@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -418,3 +419,19 @@ def test_messages_are_contiguous_and_their_bytes_can_be_moved() -> None:
     work.wait()
     assert alias.device.type == "cpu" and alias.data_ptr() == x.data_ptr()
     assert x[1].tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_recorded_stream_stands_for_what_it_came_after(ordered: bool) -> None:
+    """Memory that waits for a stream waits for whatever that stream has waited for, and for nothing else."""
+    x = torch.ones(8, device="sim")
+    first, second = torch.sim.Stream(), torch.sim.Stream()
+    first.wait_stream(torch.sim.current_stream())
+    with first:
+        x.add_(1)
+    if ordered:
+        second.wait_stream(first)
+    x.record_stream(second)
+    del x
+    with nullcontext() if ordered else pytest.raises(SimulatedDeviceError, match="freed too early"):
+        torch.ones(8, device="sim")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,3 +40,14 @@ class Freed:
     stream: int
     number: int
     used: Place
+
+
+clocks_by_stream: dict[int, Clock] = {}  # of all streams there have been, by id
+
+
+def clock_of(streams: Iterable[int]) -> Clock:
+    """What all of these streams together come after, by their ids."""
+    known: Clock = {}
+    for one in streams:
+        merge(known, clocks_by_stream[one])
+    return known

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.world.simulated.clocks import Freed
+from weft.world.simulated.clocks import Freed, clock_of
 from weft.world.simulated.places import Place, describe, reports
 from weft.world.simulated.streams import Rank, Stream
 
@@ -118,15 +118,15 @@ def _free(pointer: int) -> None:
         block = _blocks.pop(pointer, None)
         if block is None:
             return
-        home = block.stream
+        home, waited_for = block.stream, clock_of(block.recorded)
         for stream, uses in block.used.items():
-            if stream != home.stream_id and stream not in block.recorded:
-                count, where = max(uses.values(), key=lambda use: use[0])
+            count, where = max(uses.values(), key=lambda use: use[0])
+            if stream != home.stream_id and waited_for.get(stream, 0) < count:
                 home.rank.freed[home.stream_id].append(Freed(block.allocated, stream, count, where))
 
 
 def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """When the memory is freed, it waits for what ``stream`` was given until then."""
+    """When the memory is freed, it waits for what ``stream`` was given until then, and so for what that came after."""
     if (block := _blocks.get(tensor.untyped_storage().data_ptr())) is not None:
         block.recorded.add(stream.stream_id)
 

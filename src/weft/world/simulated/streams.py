@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.world.simulated.clocks import Clock, Freed, HostCopy, covers, merge
+from weft.world.simulated.clocks import Clock, Freed, HostCopy, clocks_by_stream, covers, merge
 from weft.world.simulated.places import Place, SimulatedDeviceError, describe, place
 
 _C: Any = torch._C  # private: _current_graph_task_id, _current_autograd_node, _autograd._get_sequence_nr, DeviceType
@@ -69,6 +69,7 @@ class Stream(torch.Stream):
         new: Any = super().__new__
         self = new(cls, stream_id=next(_stream_ids), device_index=0, device_type=_PRIVATE_USE)
         self.rank, self.count, self.clock, self._asked = rank or current_rank(), 0, {}, {}
+        clocks_by_stream[self.stream_id] = self.clock
         return self
 
     def __init__(self, device: Any = None, priority: int = 0, *, rank: Rank | None = None) -> None: ...
