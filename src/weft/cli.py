@@ -40,7 +40,7 @@ def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
 
 def sample(
     run: Annotated[Path, tyro.conf.Positional], prompt: str = "def ", tokens: int = 300, temperature: float = 0.7,
-    top_k: int = 40, seed: int = 0,
+    top_k: int = 40, seed: int = 0, device: str = "auto",
 ) -> None:  # fmt: skip
     """Print text that a trained model writes after a prompt.
 
@@ -51,10 +51,11 @@ def sample(
         temperature: 0 takes the likeliest byte, 1 draws as the model says.
         top_k: Draw among this many.
         seed: Of the draws.
+        device: What it is computed on: cpu, cuda, cuda:1; auto is an accelerator, or the CPU where there is none.
     """
     from weft.train.sample import print_sample
 
-    print_sample(run, prompt, tokens, temperature, top_k, seed)
+    print_sample(run, prompt, tokens, temperature, top_k, seed, device)
 
 
 def trace_scan(

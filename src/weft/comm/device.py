@@ -37,6 +37,33 @@ def own_device() -> torch.device:
     return torch.device(kind.type, torch.get_device_module(kind).current_device())
 
 
+def choose_device(name: str = "auto", number: int = 0, ranks: int = 1) -> torch.device:
+    """What this process is to compute on, made its current device: "cpu", a kind of accelerator or one by number.
+
+    "auto": an accelerator, if this machine has one for each of its ``ranks``, else the CPU. A kind alone ("auto",
+    "cuda") means the one with ``number``. A simulated one has to be named.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        has_enough = kind is not None and kind.type != "sim" and ranks <= torch.accelerator.device_count()
+        device = torch.device(kind.type if has_enough and kind is not None else "cpu")
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise ValueError(f"--device {name!r} is no device of this torch; give auto, cpu, cuda or cuda:0") from None
+    if not runs_behind(device):
+        return device
+    if kind is None or kind.type != device.type:
+        raise ValueError(f"--device {name}: there is none here, only {'cpu' if kind is None else f'cpu and {kind}'}")
+    module = torch.get_device_module(device)
+    device = torch.device(device.type, number if device.index is None else device.index)
+    if device.index >= module.device_count():
+        raise ValueError(f"--device {name}: {device} is wanted, but this machine has {module.device_count()}")
+    module.set_device(device)
+    return device
+
+
 def devices_with_autocast() -> tuple[str, ...]:
     """The kinds of device that an autocast may be set for here."""
     kind = torch.accelerator.current_accelerator()
@@ -110,7 +137,8 @@ def start_copy_to_host(tensor: Tensor) -> Pending[Tensor]:
     done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
 
     def finish() -> Tensor:
-        done.synchronize()
+        if not done.query():  # a host that has waited for later work already knows
+            done.synchronize()
         return copy
 
     return Pending(finish)
