@@ -220,7 +220,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """Logits of ``tokens`` ``[1, T]`` (of the CPU) that follow those decoded before; caches move on. One process."""
+        """Logits of ``tokens`` ``[1, T]`` (of the CPU) that follow those decoded before; caches move on."""
         before = tokens if state.last is None else torch.cat([state.last, tokens], 1)
         rows = self.bigrams.rows_of(before)[:, -tokens.shape[1] :]
         positions = state.tokens + torch.arange(tokens.shape[1])[None]
