@@ -78,6 +78,23 @@ def stream_number(device: torch.device) -> int:
     return torch.get_device_module(device).current_stream(device).stream_id
 
 
+def milliseconds(device: torch.device, work: Callable[[], object], calls: int = 5) -> float:
+    """Of one call of ``work``, by the clock of the device; of the host, where that computes."""
+    if not runs_behind(device):
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return 1e3 * (time.perf_counter() - began) / calls
+    stream = torch.get_device_module(device).current_stream(device)
+    begin, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    for _ in range(calls):
+        work()
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
 class Transfer(Generic[T]):
     """The work of a lane, and the memory it was given: ``buffers`` are its own until its reader is ordered after it.
 
@@ -150,23 +167,6 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device or not runs_behind(device) or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def milliseconds(device: torch.device, work: Callable[[], object], calls: int = 5) -> float:
-    """Of one call of ``work``, by the clock of the device; of the host, where that computes."""
-    if not runs_behind(device):
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return 1e3 * (time.perf_counter() - began) / calls
-    stream = torch.get_device_module(device).current_stream(device)
-    begin, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
-    begin.record(stream)
-    for _ in range(calls):
-        work()
-    end.record(stream)
-    end.synchronize()
-    return begin.elapsed_time(end) / calls
 
 
 def is_capturing(device: torch.device) -> bool:
