@@ -31,6 +31,7 @@ _COLUMNS = (
     Column("operation", "operation"),
     Column("error", "max rel. error", "{:.1e}"),
     Column("syncs", "host syncs", "{:d}"),
+    Column("decompositions", "in eigh", "{:d}"),
     Column("streams", "streams", "{:d}"),
     Column("milliseconds", "ms", "{:.2f}"),
     Column("alone", "ms alone", "{:.2f}"),
@@ -120,7 +121,7 @@ def _row(case: Case, outcomes: Sequence[Outcome], size: int) -> dict[str, Any]:
     verdicts = [one.verdict(case, size) for one in outcomes]
     worst = next((at for at, word in enumerate(verdicts) if word != "right"), 0)
     chosen = asdict(outcomes[worst])
-    for name in ("error", "syncs", "milliseconds", "alone"):
+    for name in ("error", "syncs", "decompositions", "milliseconds", "alone"):
         values = [getattr(one, name) for one in outcomes if getattr(one, name) is not None]
         chosen[name] = max(values, default=None)
     return {
