@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from weft.check.measure import Outcome, relative_error
 from weft.cli import main
 from weft.world.launch import ProcessWorld, collect
 
+ROOT = Path(__file__).parents[2]
 Check = Callable[..., tuple[int, str, list[dict[str, Any]]]]
 
 
@@ -175,3 +177,24 @@ def test_what_is_not_finite_is_wrong() -> None:
     one, none = torch.ones(2), torch.tensor([1.0, float("nan")])
     assert relative_error([none], [one]) == relative_error([one / 0], [one]) == float("inf")
     assert relative_error([one, one], [one, 2 * one]) == 0.5
+
+
+def test_the_page_says_what_is_checked() -> None:
+    """The limits of docs/devices.md are those of the cases, and what it names is there."""
+    page = (ROOT / "docs" / "devices.md").read_text()
+    limits = {name: int(number) for name, number in re.findall(r"^\| ([^|]+) \| (\d) \|", page, re.MULTILINE)}
+    words = {
+        "exclusive_scan": "`weft.exclusive_scan`", "linear_attention": "`weft.linear_attention`",
+        "attention": "`weft.attention`", "ShardedAdamW": "`weft.optim.ShardedAdamW`", "REKLS": "`weft.optim.REKLS`",
+        "OverlappedStep": "`weft.optim.OverlappedStep` with `clip`", "the model of weft train": "a step of `weft train`",
+    }  # fmt: skip
+    found = {}
+    for case in list_cases(torch.device("cpu")):
+        name, _, options = case.name.partition(" (")
+        of_rows = f"tables with `RowAdam`, ids on the {'host' if 'host' in options else 'device'}"
+        found[of_rows if name == "RowAdam" else words[name]] = case.syncs
+    assert limits == found
+    for path in re.findall(r"`(src/weft/[\w/.]+)`", page):
+        assert (ROOT / path).exists(), path
+    for family in re.findall(r"--only ([\w ]+)`", page)[0].split():
+        assert family in FAMILIES
