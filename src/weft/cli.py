@@ -1,4 +1,4 @@
-"""The command line: weft train | demo | sample | report | bench SUITE | trace SCHEDULE | kernels.
+"""The command line: weft train | demo | sample | report | bench SUITE | check-device | trace SCHEDULE | kernels.
 
 What is here shows help without importing torch; a command imports what it needs when it runs.
 """
@@ -40,7 +40,7 @@ def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
 
 def sample(
     run: Annotated[Path, tyro.conf.Positional], prompt: str = "def ", tokens: int = 300, temperature: float = 0.7,
-    top_k: int = 40, seed: int = 0,
+    top_k: int = 40, seed: int = 0, device: str = "auto",
 ) -> None:  # fmt: skip
     """Print text that a trained model writes after a prompt.
 
@@ -51,10 +51,11 @@ def sample(
         temperature: 0 takes the likeliest byte, 1 draws as the model says.
         top_k: Draw among this many.
         seed: Of the draws.
+        device: What it is computed on: cpu, cuda, cuda:1; auto is an accelerator, or the CPU where there is none.
     """
     from weft.train.sample import print_sample
 
-    print_sample(run, prompt, tokens, temperature, top_k, seed)
+    print_sample(run, prompt, tokens, temperature, top_k, seed, device)
 
 
 def trace_scan(
@@ -130,6 +131,24 @@ def show_kernels(
         sys.exit(1)
 
 
+def check_device(device: str = "auto", ranks: int | None = None, only: tuple[str, ...] = (), json: Json = None) -> None:
+    """Run every operation on an accelerator and compare it with the CPU; one verdict, and status 0 or 1.
+
+    `torchrun --nproc-per-node 2 -m weft check-device` takes two GPUs, without torchrun it takes one.
+
+    Args:
+        device: An accelerator by name; auto is the one there is; sim is a simulated one, on virtual ranks, where host
+            syncs are counted and races between streams are found.
+        ranks: Virtual ranks of --device sim (2 if left out).
+        only: Families: scan, linear-attention, attention, rows, optimizers, model. All if left out.
+    """
+    check_file("--json", json)
+    from weft.check.command import run_check
+
+    if not run_check(device, ranks, only, json):
+        sys.exit(1)
+
+
 # What each does in a line; a function, or several of them by name. The flags of train depend on what it is given.
 COMMANDS: dict[str, tuple[str, Command | dict[str, Command] | None]] = {
     "train": ("Train a hybrid language model with all four families at once.", None),
@@ -137,6 +156,7 @@ COMMANDS: dict[str, tuple[str, Command | dict[str, Command] | None]] = {
     "sample": ("Print text that a trained model writes.", sample),
     "report": ("Write the report of a run as one HTML file.", show_report),
     "bench": ("Measure weft beside what people use today.", BENCHES),
+    "check-device": ("Compare every operation on an accelerator with the CPU.", check_device),
     "trace": ("Simulate an operation and write its timeline.", {"scan": trace_scan}),
     "kernels": ("Compile the Triton kernels ahead of time and say what they use.", show_kernels),
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import torch
 
-from weft.comm.device import StreamLane, copy_to_device, own_device, runs_behind, start_copy_to_host
+from weft.comm.device import StreamLane, choose_device, copy_to_device, own_device, runs_behind, start_copy_to_host
 
 pytestmark = pytest.mark.usefixtures("sim")
 
@@ -106,3 +107,33 @@ def test_the_accelerator_is_that_of_a_simulated_rank_only_within_it() -> None:
     thread.start()
     thread.join(10)
     assert own_device() == torch.device(SIM) and found == [torch.device("cpu")]
+
+
+def test_the_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated one has to be named; an accelerator is taken where each rank of the machine has one."""
+    assert choose_device() == choose_device("cpu") == torch.device("cpu")
+    assert choose_device("sim") == choose_device("sim:0") == torch.device("sim", 0)
+    for name, words in {
+        "gpu": "'gpu' is no device", "cuda": "only cpu and sim", "sim:1": "sim:1 is wanted, but this machine has 1",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            choose_device(name)
+    with pytest.raises(ValueError, match="sim:3 is wanted"):
+        choose_device("sim", 3, 4)
+    module, current = (
+        types.SimpleNamespace(device_count=lambda: 2, set_device=lambda device: current.append(device)),
+        [],
+    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert choose_device("auto", 1, 2) == torch.device("cuda", 1) and current == [torch.device("cuda", 1)]
+    assert choose_device("auto", 1, 3) == torch.device("cpu")
+    assert choose_device("cuda:0", 1, 2) == torch.device("cuda", 0)
+
+
+def test_a_copy_that_is_known_to_be_over_is_not_waited_for(sim) -> None:
+    x = torch.arange(3, device=SIM)
+    early, late = start_copy_to_host(x), start_copy_to_host(x + 1)
+    late.wait()
+    assert early.wait().tolist() == [0, 1, 2] and sim.host_syncs.total() == 1

@@ -17,7 +17,7 @@ from weft.train.trainer import Trainer
 # 6 sequences of 31 tokens: neither their ends nor those of documents are where ranks' slices end.
 SMALL = TrainConfig(
     steps=20, length=31, batch=6, width=16, layers=2, heads=2, kv_heads=2, hidden=32, table_rows=257, dtype="fp64",
-    warmup=4, validate_every=0, checkpoint_every=0, timeline_step=0, held_out=0.1, data=Path(os.__file__),
+    warmup=4, device="cpu", validate_every=0, checkpoint_every=0, timeline_step=0, held_out=0.1, data=Path(os.__file__),
 )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ FLAGS: dict[str, Applied | Refused] = {
     "steps": Applied(9, lambda trainer: trainer.done == 4),
     "seed": Refused(5),
     "dtype": Refused("fp32"),
+    "device": Applied("auto", lambda trainer: trainer.config.device == "auto"),  # others: test_trainer_on_device.py
     "dp": Applied(None, lambda trainer: trainer.mesh.data.size == 1),  # other meshes: test_checkpoints.py
     "cp": Applied(1, lambda trainer: trainer.mesh.context.size == 1),
     "tp": Applied(1, lambda trainer: trainer.mesh.tensor.size == 1),

@@ -9,6 +9,7 @@ CUDA, ROCm, XPU and the simulated device take the same lines, by ``torch.get_dev
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,33 @@ def own_device() -> torch.device:
     return torch.device(kind.type, torch.get_device_module(kind).current_device())
 
 
+def choose_device(name: str = "auto", number: int = 0, ranks: int = 1) -> torch.device:
+    """What this process is to compute on, made its current device: "cpu", a kind of accelerator or one by number.
+
+    "auto": an accelerator, if this machine has one for each of its ``ranks``, else the CPU. A kind alone ("auto",
+    "cuda") means the one with ``number``. A simulated one has to be named.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        has_enough = kind is not None and kind.type != "sim" and ranks <= torch.accelerator.device_count()
+        device = torch.device(kind.type if has_enough and kind is not None else "cpu")
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise ValueError(f"--device {name!r} is no device of this torch; give auto, cpu, cuda or cuda:0") from None
+    if not runs_behind(device):
+        return device
+    if kind is None or kind.type != device.type:
+        raise ValueError(f"--device {name}: there is none here, only {'cpu' if kind is None else f'cpu and {kind}'}")
+    module = torch.get_device_module(device)
+    device = torch.device(device.type, number if device.index is None else device.index)
+    if device.index >= module.device_count():
+        raise ValueError(f"--device {name}: {device} is wanted, but this machine has {module.device_count()}")
+    module.set_device(device)
+    return device
+
+
 def devices_with_autocast() -> tuple[str, ...]:
     """The kinds of device that an autocast may be set for here."""
     kind = torch.accelerator.current_accelerator()
@@ -48,6 +76,23 @@ def stream_number(device: torch.device) -> int:
     if not runs_behind(device):
         return 0
     return torch.get_device_module(device).current_stream(device).stream_id
+
+
+def milliseconds(device: torch.device, work: Callable[[], object], calls: int = 5) -> float:
+    """Of one call of ``work``, by the clock of the device; of the host, where that computes."""
+    if not runs_behind(device):
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return 1e3 * (time.perf_counter() - began) / calls
+    stream = torch.get_device_module(device).current_stream(device)
+    begin, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    for _ in range(calls):
+        work()
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
 
 
 class Transfer(Generic[T]):
@@ -110,7 +155,8 @@ def start_copy_to_host(tensor: Tensor) -> Pending[Tensor]:
     done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
 
     def finish() -> Tensor:
-        done.synchronize()
+        if not done.query():  # a host that has waited for later work already knows
+            done.synchronize()
         return copy
 
     return Pending(finish)

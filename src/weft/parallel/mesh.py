@@ -62,13 +62,15 @@ class ParallelMesh:
         return " x ".join(f"{name} {size}" for name, size in zip(NAMES, self.shape, strict=True))
 
 
-def make_mesh(shape: tuple[int, int, int]) -> ParallelMesh:
-    """The mesh of all ranks of WORLD, who must all ask; tensor-parallel neighbours are ranks next to each other."""
+def make_mesh(shape: tuple[int, int, int], device: str = "cpu") -> ParallelMesh:
+    """The mesh of all ranks of WORLD, who must all ask; tensor-parallel neighbours are ranks next to each other.
+
+    ``device``: the kind that its tensors lie on.
+    """
     if not dist.is_initialized():
         alone = Axis.of(None)
         return ParallelMesh(alone, alone, alone, alone, alone, None)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=NAMES)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=NAMES)
     data, context, tensor = (Axis.of(mesh[name]) for name in NAMES)
     flat = mesh["dp", "cp"]._flatten("tokens")
     world = Axis.of(None)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.axis import Axis
+from weft.comm.device import choose_device, runs_behind
 
 _HOST = "127.0.0.1"
 _VARIABLE = "WEFT_LOCAL_RANK"
@@ -53,11 +54,18 @@ def gloo_world(store: Any, rank: int, size: int, timeout: timedelta) -> Iterator
         dist.destroy_process_group()
 
 
+def device_of_rank(name: str = "auto") -> torch.device:
+    """What this process computes on, by its number among those of its machine: see `choose_device`."""
+    number, ranks = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return choose_device(name, int(number), int(ranks))
+
+
 @contextmanager
-def joined_world(timeout: timedelta | None = None) -> Iterator[Axis | None]:
+def joined_world(timeout: timedelta | None = None, device: str = "auto") -> Iterator[Axis | None]:
     """The world made for this process, by torchrun or by weft (``RANK`` and ``WORLD_SIZE`` are set), or None.
 
-    ``timeout``: of its waits; None for torch's default.
+    ``timeout``: of its waits; None for torch's default. ``device``: see `device_of_rank`. Integers travel over Gloo,
+    and what lies on an accelerator over what torch has for it: NCCL, XCCL.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
@@ -70,10 +78,10 @@ def joined_world(timeout: timedelta | None = None) -> Iterator[Axis | None]:
         local.follow_parent()
         os.environ.update(loopback_settings())
     where = _rendezvous(timeout, local)
-    if torch.cuda.is_available():  # not run: no GPU where this was written
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **where)
+    mine = device_of_rank(device)
+    if runs_behind(mine):  # not run: no GPU where this was written
+        backend = dist.get_default_backend_for_device(mine)
+        dist.init_process_group(f"cpu:gloo,{mine.type}:{backend}", device_id=mine, timeout=timeout, **where)
     else:
         dist.init_process_group("gloo", timeout=timeout, **where)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from rich.console import Console
 from weft.errors import CommError
 from weft.parallel.checkpoint import check_format
 from weft.parallel.mesh import make_mesh
-from weft.parallel.rendezvous import LocalRank, joined_world
+from weft.parallel.rendezvous import LocalRank, device_of_rank, joined_world
 from weft.report.page import write_report
 from weft.train import run_folder
 from weft.train.config import TrainConfig, fit_mesh, read_config
@@ -93,6 +94,8 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
         logging.getLogger("weft.train").setLevel(logging.INFO)  # "reading data", which who started local ranks has said
     config.check()
     check_format()
+    if config.device == "sim":
+        _use_simulated_device(config)
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     shape = fit_mesh(config.dp, config.cp, config.tp, ranks)
     if config.batch % shape[0]:
@@ -108,8 +111,17 @@ def start(config: TrainConfig, arguments: Sequence[str]) -> None:
             command = [sys.executable, "-P", "-m", "weft.train", *arguments]
             sys.exit(run_ranks(command, count, "train", patience=config.grace + _SLACK))  # and end as they do
     config = dataclasses.replace(config, dp=shape[0])
-    with joined_world(timedelta(seconds=config.timeout)):
+    with joined_world(timedelta(seconds=config.timeout), config.device):
         _train(config, shape)
+
+
+def _use_simulated_device(config: TrainConfig) -> None:
+    simulated = importlib.import_module("weft.world.simulated")  # it stands on private names of one torch
+    if "RANK" in os.environ or (config.dp or 1) * config.cp * config.tp > 1:
+        raise ValueError("train: --device sim is for one process; virtual ranks have it in weft.world.VirtualWorld")
+    if (why := simulated.misfit()) is not None:
+        raise ValueError(f"train: --device sim: {why}")
+    simulated.install()
 
 
 def _check_folders(config: TrainConfig) -> None:
@@ -141,7 +153,7 @@ def _is_restart(config: TrainConfig) -> bool:
 
 
 def _train(config: TrainConfig, shape: tuple[int, int, int]) -> None:
-    mesh = make_mesh(shape)
+    mesh = make_mesh(shape, device_of_rank(config.device).type)
     lock, fault, again = None, None, False
     if mesh.world.rank == 0:
         try:

@@ -36,6 +36,9 @@ class TrainConfig:
     seed: int = 0  # Of the weights at the start and of the order of the data.
     dtype: Literal["fp32", "fp64", "bf16"] = "fp32"  # bf16: fp32 weights, products in bf16 (autocast).
 
+    device: str = "auto"
+    """What a rank computes on: cpu, cuda, cuda:1. auto: an accelerator, if this machine has one for each of its ranks,
+    else the CPU."""
     dp: int | None = None
     """Data-parallel ranks: they have other sequences. Left out: what --cp and --tp leave of the ranks."""
     cp: int = 1  # Context-parallel ranks: each sequence is cut over them.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
+from weft.comm.device import copy_to_device
 from weft.ops.sequence import Sequence
 from weft.parallel.mesh import ParallelMesh, cut_over_tensor_ranks
 from weft.train.config import TrainConfig
@@ -80,7 +81,7 @@ class LinearMixer(nn.Module):
 
     def forward(self, x: Tensor, place: Place, cache: Cache | None) -> Tensor:
         q, k, v, gate = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v, self.gate))
-        q, k = F.normalize(F.silu(q), dim=-1), F.normalize(F.silu(k), dim=-1)
+        q, k = (F.normalize(F.silu(part), dim=-1).to(v.dtype) for part in (q, k))  # autocast may norm in fp32
         g = F.logsigmoid(self.decay(x).to(self.offset.dtype) + self.offset)
         if cache is None:
             o = self.attend(q, k, v, g, place.sequence)
@@ -108,7 +109,7 @@ class SoftmaxMixer(nn.Module):
 
     def forward(self, x: Tensor, place: Place, cache: Cache | None) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
-        q, k = (rotate(F.rms_norm(part, (self.head_dim,)), place.positions) for part in (q, k))
+        q, k = (rotate(F.rms_norm(part, (self.head_dim,)), place.positions).to(v.dtype) for part in (q, k))
         if cache is None:
             return self.out(self.attend(q, k, v, place.sequence).flatten(2))
         cache.keys = k if cache.keys is None else torch.cat([cache.keys, k], 1)
@@ -219,12 +220,12 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        """Logits of ``tokens`` ``[1, T]`` that follow those decoded before, in one process; caches move on."""
+        """Logits of ``tokens`` ``[1, T]`` (of the CPU) that follow those decoded before; caches move on."""
         before = tokens if state.last is None else torch.cat([state.last, tokens], 1)
         rows = self.bigrams.rows_of(before)[:, -tokens.shape[1] :]
         positions = state.tokens + torch.arange(tokens.shape[1])[None]
         place = Place(weft.sequence(tokens.shape[1], group=self.mesh.context), positions)
-        logits = self(tokens, rows, place, state)
+        logits = self(copy_to_device(tokens, self.tokens.weight.device), rows, place, state)
         state.tokens, state.last = state.tokens + tokens.shape[1], tokens[:, -1:]
         return logits
 

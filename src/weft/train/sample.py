@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.device import choose_device
 from weft.parallel import checkpoint
 from weft.parallel.mesh import make_mesh
 from weft.train.checkpoints import check_sizes
@@ -23,13 +24,16 @@ logger = logging.getLogger(__name__)
 BEGIN = 0  # the byte before a document, and so the one after its end
 
 
-def load_model(run: Path) -> LanguageModel:
-    """The model of a run's newest whole checkpoint (or of the checkpoint ``run``), from any mesh, in one process."""
+def load_model(run: Path, device: str = "cpu") -> LanguageModel:
+    """The model of a run's newest whole checkpoint (or of the checkpoint ``run``), from any mesh, in one process.
+
+    ``device``: as `weft train --device`.
+    """
     why = None
     try:
         for folder, facts in whole_checkpoints(run):
             try:
-                return _load(folder, facts)
+                return _load(folder, facts).to(choose_device(device))
             except (ValueError, RuntimeError, OSError) as error:
                 why = error
                 logger.warning("%s cannot be loaded: %s; the one before it is used", folder, error)
@@ -69,19 +73,19 @@ def generate(
 def _choose(logits: Tensor, temperature: float, top_k: int, source: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    best, where = logits.double().topk(min(top_k, len(logits)))
+    best, where = logits.cpu().double().topk(min(top_k, len(logits)))
     chosen = torch.multinomial((best / temperature).softmax(0), 1, generator=source)
     return int(where[chosen])
 
 
-def print_sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+def print_sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, device: str) -> None:
     """What `weft sample` does; the flags are described there."""
     if tokens < 0 or top_k < 1 or not 0 <= temperature < float("inf"):
         raise ValueError(
             f"sample: --tokens and --temperature must not be negative and --top-k at least 1, got {tokens}, "
             f"{temperature} and {top_k}"
         )
-    model = load_model(run)
+    model = load_model(run, device)
     if model.vocabulary != BYTES:
         raise ValueError(
             f"sample: {run} was trained on {model.vocabulary} tokens of a .bin, not on text; use "

@@ -13,8 +13,10 @@ from torch import Tensor
 
 import weft
 from weft.comm import Ledger, record
+from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.comm.metadata import gather_text
 from weft.parallel.mesh import ParallelMesh, wrap_with_ddp, wrap_with_fsdp2
+from weft.parallel.rendezvous import device_of_rank
 from weft.train.batches import IGNORED, Batch, Batches, Shard, validation_batches
 from weft.train.checkpoints import Resumption, Saver, StateToLoad
 from weft.train.config import TrainConfig
@@ -58,8 +60,7 @@ class Trainer:
         before = Resumption(mesh.world, config) if config.resume is not None else None
         if before is not None and before.facts is not None:
             before.check_data(self.corpus.digest, corpus.vocabulary)
-        device = "cuda" if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda" else "cpu"
-        self.device = torch.device(device)
+        self.device = device_of_rank(config.device)
         self.model = self._make_model(corpus.vocabulary).to(self.device)
         self._forward = self._wrap()
         self.step = self._make_step()
@@ -136,13 +137,14 @@ class Trainer:
         set_rates(config, self.step, rate_at(config, self.done))
         with record() as ledger:
             total = self._loss_of(batch)
+            copied = start_copy_to_host(total.detach())
             if self.done + 1 < config.steps:
-                self.model.bigrams.prefetch(self._batches.peek().rows.to(self.device))
+                self.model.bigrams.prefetch(self._batches.peek().rows)
             # Gradients are averaged over the ranks that have other tokens; each has its part of a sum over all.
             (total * (self.mesh.tokens.size / self._tokens_of_step)).backward()
             self.step.step()
             self.step.zero_grad()
-            loss = float(total.detach())
+            loss = float(copied.wait())  # long there: the step has read its verdict
         ended = clock()
         self.done += 1
         if self.done == config.timeline_step:
@@ -158,12 +160,14 @@ class Trainer:
 
     def _loss_of(self, batch: Batch) -> Tensor:
         """The sum over this rank's tokens."""
-        tokens, targets, rows = (part.to(self.device) for part in (batch.tokens, batch.targets, batch.rows))
+        tokens, targets, positions = (
+            copy_to_device(part, self.device) for part in (batch.tokens, batch.targets, batch.positions)
+        )
         layout, bounds = self.config.layout, batch.cu_seqlens
         where = weft.sequence(tokens.shape[1], layout=layout, cu_seqlens=bounds, group=self.mesh.context)
         half = torch.autocast(self.device.type, torch.bfloat16) if self.config.dtype == "bf16" else nullcontext()
         with half:
-            logits = self._forward(tokens, rows, Place(where, batch.positions.to(self.device)))
+            logits = self._forward(tokens, batch.rows, Place(where, positions))  # rows: ids of the host
         return self.model.loss(logits, targets)
 
     def _sum_over_tokens(self, everybody: Tensor) -> Tensor:
@@ -175,13 +179,14 @@ class Trainer:
         """The mean over held-out tokens; None if there are none. All ranks must ask."""
         if self._held_out is None or not self.config.validate_batches:
             return None
-        total = torch.zeros(2, dtype=torch.float64)  # of losses, and of tokens that count
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0  # of losses, of tokens that count
         at_most = self.config.validate_batches
         with validation_batches(self._held_out, batch=self.config.batch, at_most=at_most, **self._where) as batches:
             for batch in batches:
-                count = (batch.targets != IGNORED).sum()
-                total += torch.stack([self._loss_of(batch).double().cpu(), count.double()])
-        everybody = gather_floats(self.mesh.world, "train.validation", total.tolist())
+                count += int((batch.targets != IGNORED).sum())
+                total += self._loss_of(batch).double()
+        mine = float(start_copy_to_host(total).wait())
+        everybody = gather_floats(self.mesh.world, "train.validation", [mine, count])
         losses, tokens = self._sum_over_tokens(everybody).tolist()
         return losses / tokens
 

@@ -168,7 +168,15 @@ def make_config(shape: tuple[int, int, int], **settings: Any) -> TrainConfig:
     """The settings of a run that only steps: nothing is written, and rates are as in the middle of a run."""
     dp, cp, tp = shape
     return TrainConfig(
-        out=Path("not written"), steps=1_000_000, dp=dp, cp=cp, tp=tp, held_out=0.0, timeline_step=0, **settings
+        out=Path("not written"),
+        steps=1_000_000,
+        device="cpu",
+        dp=dp,
+        cp=cp,
+        tp=tp,
+        held_out=0.0,
+        timeline_step=0,
+        **settings,
     )
 
 

@@ -163,7 +163,7 @@ def count_plain_bytes(axis: Axis, config: TrainConfig) -> dict[str, Any]:
     written as RUN/plain.json for the report.
     """
     mesh = make_mesh(fit_mesh(config.dp, config.cp, config.tp, axis.size))
-    trainer = PlainTrainer(replace(config, timeline_step=0, resume=None), mesh)
+    trainer = PlainTrainer(replace(config, timeline_step=0, resume=None, device="cpu"), mesh)
     try:
         trainer.take_step()  # the first step compares the ranks
         with record() as ledger:

@@ -1,0 +1,1 @@
+"""`weft check-device`: every operation on an accelerator, compared with the CPU."""

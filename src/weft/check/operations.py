@@ -1,0 +1,87 @@
+"""Cases of operations over a sequence: scans, linear attention, softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.check.case import Case, Work, call_name, draw, dtype_name, leaves, with_gradients
+from weft.comm import Axis
+from weft.comm.device import runs_behind
+from weft.ops.attention.distributed import METHODS as ATTENTION_METHODS
+from weft.ops.linear_attention.operation import choose_backend
+from weft.ops.scan import METHODS as SCANS
+
+TOKENS, DIM = 96, 32  # of a rank; of a head
+GATES = ("none", "constant", "scalar", "vector")
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def scan_cases() -> Iterator[Case]:
+    """Every schedule, with a decay for each channel and with dense transitions."""
+    for method, decay in product(SCANS, ("vector", "dense")):
+        yield Case("scan", call_name("exclusive_scan", method, decay), partial(_scan, method, decay), torch.float32)
+
+
+def _scan(method: str, decay: str, axis: Axis, device: torch.device) -> Work:
+    state = draw(axis.rank, 8, DIM, 16)
+    map_ = draw(50 + axis.rank, 8, DIM, DIM) / (2 * DIM) if decay == "dense" else -draw(50 + axis.rank, 8, DIM).abs()
+    given = leaves([state.float(), map_.float()], device)
+    weight = draw(9, 8, DIM, 16).float().to(device)
+    options: dict[str, Any] = {"transition" if decay == "dense" else "log_decay": given[1], "method": method}
+    return lambda: with_gradients(lambda: weft.exclusive_scan(given[0], group=axis, **options), given, weight)
+
+
+def linear_attention_cases(device: torch.device) -> Iterator[Case]:
+    """Every gate, on the kernels that ``device`` has; packed documents in zigzag."""
+    q, _, v, g = (x.to(device) for x in _gated(1, "vector", torch.float32))
+    backends = ("torch", "triton") if choose_backend("auto", q, v, g, 64) == "triton" else ("torch",)
+    for gate, backend, dtype in product(GATES, backends, (torch.float32, torch.bfloat16)):
+        name = call_name("linear_attention", gate, backend, dtype_name(dtype))
+        yield Case("linear-attention", name, partial(_linear_attention, gate, backend, dtype), dtype, local=True)
+
+
+def _linear_attention(gate: str, backend: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
+    whole = _gated(axis.size, gate, dtype)
+    cut = [weft.shard(x, 1, layout="zigzag", group=axis) if x.ndim > 1 else x for x in whole]
+    given = leaves(cut, device)
+    weight = weft.shard(draw(9, *whole[2].shape, dtype=dtype), 1, layout="zigzag", group=axis).to(device)
+    bounds = [0, TOKENS * axis.size // 3, TOKENS * axis.size]
+    where = weft.sequence(cut[0].shape[1], layout="zigzag", cu_seqlens=bounds, group=axis)
+    used = backend if runs_behind(device) else "torch"
+    return lambda: with_gradients(lambda: weft.linear_attention(*given, sequence=where, backend=used)[0], given, weight)
+
+
+def _gated(ranks: int, gate: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and g, if there is one, of all ranks' tokens."""
+    shape = (1, TOKENS * ranks, 2, DIM)
+    q, k, v = (draw(seed, *shape, dtype=dtype) / 2 for seed in (1, 2, 3))
+    log = -draw(4, *shape, dtype=torch.float32).abs() / 20
+    g = {"none": [], "constant": [log[0, 0, :, 0]], "scalar": [log[..., 0]], "vector": [log]}[gate]
+    return [q, k, v, *g]
+
+
+def attention_cases() -> Iterator[Case]:
+    """Every method and layout; in fp16 and bf16 an accelerator takes its flash kernels."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for method, layout, dtype in product(ATTENTION_METHODS, LAYOUTS, dtypes):
+        name = call_name("attention", method, layout, dtype_name(dtype))
+        yield Case("attention", name, partial(_attention, method, layout, dtype), dtype)
+
+
+def _attention(method: str, layout: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
+    total, heads = TOKENS * axis.size, 2 * axis.size  # Ulysses cuts heads
+    shapes = [(1, total, count, DIM) for count in (heads, axis.size, axis.size, heads)]
+    whole = [draw(seed, *shape, dtype=dtype) for seed, shape in enumerate(shapes)]
+    *cut, weight = (weft.shard(x, 1, layout=layout, group=axis) for x in whole)
+    given, weight = leaves(cut, device), weight.to(device)
+    where = weft.sequence(cut[0].shape[1], layout=layout, group=axis)
+    return lambda: with_gradients(
+        lambda: weft.attention(*given, causal=True, method=method, sequence=where), given, weight
+    )
