@@ -67,7 +67,7 @@ def test_wrong_arguments_are_told(changes, kind, words) -> None:
         attention(**{"q": Q, "k": Q, "v": Q, "causal": False, **changes})
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_causal_must_be_said() -> None:
     q = Q.detach()
     caught = errors_of(lambda axis: attention(q, q, q, **({} if axis.rank == 0 else {"causal": True}), group=axis))
@@ -100,7 +100,7 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
         attention(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 6]))
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -133,7 +133,7 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
     assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_ulysses_names_the_methods_that_work() -> None:
     q = Q.detach()
     caught = errors_of(lambda axis: attention(q, q, q, causal=True, method="ulysses", group=axis), size=4)
@@ -142,7 +142,7 @@ def test_ulysses_names_the_methods_that_work() -> None:
     assert all("; gather and ring take any number" in words for words in caught)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     q = Q.detach()
     caught = errors_of(lambda axis: attention(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 17]), group=axis))

@@ -109,7 +109,7 @@ def flash_forward(
     out = torch.full_like(query, math.nan, memory_format=torch.contiguous_format)
     tokens, heads = query.shape[-3], query.shape[-2]
     batch = () if cum_q is not None else (query.shape[0],)
-    lse = torch.full((*batch, heads, tokens), math.nan, device=HOST)
+    lse = torch.full((*batch, heads, tokens), math.nan, dtype=torch.float32, device=HOST)
     for of_q, of_k in _sequences(query, key, cum_q, cum_k):
         q, k, v = query[of_q], key[of_k], value[of_k]
         scores = _scores(q, k, scale, window)
