@@ -160,7 +160,8 @@ def test_torch_func_and_hessians_are_refused_in_words(name: str, every_network: 
     def program(axis: weft.Axis) -> list[str]:
         x, run = tokens(axis.rank).detach(), OPERATIONS[name]
         words = []
-        if every_network == "ideal":  # the watch on the host's reads, by NCCL's rules, cannot look into torch.func's tensors
+        # By NCCL's rules the watch on the host's reads cannot look into torch.func's tensors.
+        if every_network == "ideal":
             words.append(words_of(lambda: torch.func.grad(lambda x: run(axis, x).sum())(x)))
         if name in REFUSED:
             hessian = torch.autograd.functional.hessian
