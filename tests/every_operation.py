@@ -82,4 +82,4 @@ def tokens(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def weights_like(out: Tensor) -> Tensor:
     """Something to multiply a result with, so that its gradient is not the same everywhere."""
-    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).view(out.shape).to(out.dtype)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from every_operation import OPERATIONS, tokens, weights_like
 from torch import Tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft.errors import DisagreementError
@@ -62,14 +62,14 @@ def heard_in(size: int, program: Callable[[weft.Axis], str]) -> list[str]:
         return ["right" if "the ranks disagree at call " in str(error) and "of_call=" in str(error) else str(error)]
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_right_or_the_ranks_disagree(name: str, size: int) -> None:
     assert set(heard_in(size, lambda axis: words_or_gradients(axis, name, compared=False))) == {"right"}
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_backward_is_compared_before_anything_is_sent(name: str) -> None:
     heard = virtual_world(2).run(lambda axis: words_or_gradients(axis, name, compared=True)).results
@@ -78,17 +78,17 @@ def test_the_first_backward_is_compared_before_anything_is_sent(name: str) -> No
     assert "(of_call=1); rank 1 called " in heard[0] and "(of_call=2); every" in heard[0]
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("late", [False, True])
 def test_gradients_of_two_lookups_in_another_order(late: bool) -> None:
     def program(axis: weft.Axis) -> str:
         torch.manual_seed(0)
-        table = weft.ShardedEmbedding(12, 2)
+        table = place(weft.ShardedEmbedding(12, 2))
         table.table.collects_late = late
         found = []
         for order in ([0, 1], [1, 0] if axis.rank == 1 else [0, 1]):
             table.weight.grad = None
-            ids = [torch.tensor([axis.rank, 4, 5]), torch.tensor([axis.rank + 1, 6, 7])]
+            ids = place([torch.tensor([axis.rank, 4, 5]), torch.tensor([axis.rank + 1, 6, 7])])
             losses = [(rows * weights_like(rows) * (number + 1)).sum() for number, rows in enumerate(map(table, ids))]
             for number in order:
                 losses[number].backward()

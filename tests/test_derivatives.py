@@ -8,12 +8,12 @@ import torch.autograd.forward_ad as forward_ad
 from every_operation import ANY_ORDER, OPERATIONS, REFUSED, tokens, weights_like
 from serial import KINDS, as_arguments, random_maps, relative_error, serial_scan
 from torch import Tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft.ops.scan import METHODS
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 def words_of(run) -> str:
@@ -156,11 +156,12 @@ def test_forward_mode_is_refused_in_words(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_torch_func_and_hessians_are_refused_in_words(name: str, network: str) -> None:
+def test_torch_func_and_hessians_are_refused_in_words(name: str, every_network: str) -> None:
     def program(axis: weft.Axis) -> list[str]:
         x, run = tokens(axis.rank).detach(), OPERATIONS[name]
         words = []
-        if network == "ideal":  # the watch on the host's reads, by NCCL's rules, cannot look into torch.func's tensors
+        # By NCCL's rules the watch on the host's reads cannot look into torch.func's tensors.
+        if every_network == "ideal":
             words.append(words_of(lambda: torch.func.grad(lambda x: run(axis, x).sum())(x)))
         if name in REFUSED:
             hessian = torch.autograd.functional.hessian
@@ -169,7 +170,7 @@ def test_torch_func_and_hessians_are_refused_in_words(name: str, network: str) -
 
     heard = virtual_world(2).run(program).results
     assert heard[0] == heard[1]
-    wanted = ["torch.func (grad, vjp, jvp, vmap, ...) is not supported"] if network == "ideal" else []
+    wanted = ["torch.func (grad, vjp, jvp, vmap, ...) is not supported"] if every_network == "ideal" else []
     wanted += ["second derivatives are not supported"] if name in REFUSED else []
     for words, begin in zip(heard[0], wanted, strict=True):
         assert words.startswith(first_words(name) + begin)
@@ -183,9 +184,9 @@ def test_vmap_is_refused_in_words() -> None:
 
 def test_a_table_gives_no_gradient_with_a_graph() -> None:
     def program(axis: weft.Axis) -> tuple[list[str], Tensor, Tensor]:
-        table = weft.ShardedEmbedding(6, 2)
-        ids = torch.tensor([axis.rank, 4])
-        head = torch.ones(2, requires_grad=True)
+        table = place(weft.ShardedEmbedding(6, 2))
+        ids = place(torch.tensor([axis.rank, 4]))
+        head = place(torch.ones(2)).requires_grad_()
         words = [
             words_of(lambda: (table(ids) @ head).square().sum().backward(create_graph=True)),
             words_of(lambda: (table.full_weight() @ head).square().sum().backward(create_graph=True)),

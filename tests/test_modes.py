@@ -11,7 +11,7 @@ import torch
 from every_operation import OPERATIONS, Operation, tokens, weights_like
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft.comm.function import keep_tensors
@@ -48,7 +48,7 @@ def alone(program: Callable[[], object]) -> object:
     return results[0]
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -122,7 +122,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_nothing_follows_the_default_dtype(name: str, dtype: torch.dtype) -> None:
@@ -134,7 +134,7 @@ def test_nothing_follows_the_default_dtype(name: str, dtype: torch.dtype) -> Non
         assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_arithmetic_is_outside_autocast(name: str, size: int) -> None:
@@ -166,15 +166,15 @@ def test_arithmetic_is_outside_autocast(name: str, size: int) -> None:
     assert all(virtual_world(size).run(program).results)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_rows_are_summed_outside_autocast() -> None:
     def program(axis: weft.Axis) -> bool:
         found = []
         for enabled in (False, True):
             torch.manual_seed(0)
-            table = weft.ShardedEmbedding(9, 4)
+            table = place(weft.ShardedEmbedding(9, 4))
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                rows = table(torch.tensor([1, axis.rank, 1, 8]))
+                rows = table(place(torch.tensor([1, axis.rank, 1, 8])))
                 (rows * weights_like(rows)).sum().backward()
                 whole = table.full_weight()
                 (whole * weights_like(whole)).sum().backward()

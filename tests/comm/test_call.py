@@ -16,7 +16,7 @@ from weft.comm.call import exchange_coalesced
 from weft.comm.metadata import FAN_OUT, gather_bytes, gather_text
 from weft.errors import DisagreementError
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @dataclass(frozen=True)

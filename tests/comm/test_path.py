@@ -10,7 +10,7 @@ import weft
 from weft.comm.schedule import Path, ScheduleExecutor
 from weft.ops.scan import METHODS, Affine, Form, schedule
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 PATHS = (
     (0, 1, 2, 3, 4, 3, 2, 1, 0),  # there and back, as zigzag

@@ -24,7 +24,7 @@ from weft.integrations.ring_flash_attn import (
 from weft.ops.sequence.layout import shard_lengths
 from weft.world.launch import ProcessWorld
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 RINGS: dict[str, Callable[..., Any]] = {"contiguous": ring_flash_attn_func, "zigzag": zigzag_ring_flash_attn_func}
 COMMON = ["dropout_p", "softmax_scale", "causal", "window_size", "alibi_slopes", "deterministic", "return_attn_probs",

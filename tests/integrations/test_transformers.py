@@ -34,7 +34,7 @@ from weft.integrations.transformers import ContextParallel
 from weft.ops.sequence.layout import LAYOUTS
 
 transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
-on_networks = pytest.mark.usefixtures("network")  # where messages are of another shape than in the other tests
+on_networks = pytest.mark.usefixtures("every_network")  # where messages are of another shape than in the other tests
 
 FIVE = int(transformers.__version__.split(".")[0]) >= 5
 # With 4.57 PhiMoE and OPT have attention or masks of their own, and DeepSeek-V3 does not run in fp64 at all.

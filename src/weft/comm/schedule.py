@@ -53,9 +53,13 @@ class Path:
 
 @dataclass(frozen=True)
 class Expect:
-    """What a schedule will receive: (round, place on the path, contiguous tensor to fill)."""
+    """What a schedule will receive: (round, place on the path, contiguous tensor to fill).
+
+    ``memory``: all else that it has made before it is sent its value, and will work in. A lane must be given it too.
+    """
 
     receives: Sequence[tuple[int, int, Tensor]]
+    memory: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,12 @@ class ScheduleExecutor(Generic[T]):
     def __init__(self, call: Call, schedules: Sequence[tuple[Path, Schedule[T]]]) -> None:
         self._schedules = schedules
         self._to_self: dict[tuple[int, _Key], Tensor] = {}
+        self.buffers: list[Tensor] = []  # all memory that was made for the schedules before they run
         coming: dict[int, dict[int, list[tuple[_Key, Tensor]]]] = defaultdict(lambda: defaultdict(list))
         for path, schedule in schedules:
             expect = next(schedule)
             assert isinstance(expect, Expect), "a schedule first says what it will receive"
+            self.buffers += [*expect.memory, *(tensor for _, _, tensor in expect.receives)]
             for number, source, tensor in expect.receives:
                 key = (path.name, source, path.rank)
                 if path.ranks[source] == call.rank:
@@ -96,14 +102,13 @@ class ScheduleExecutor(Generic[T]):
                     coming[number][path.ranks[source]].append((key, tensor))
         self._expected: dict[int, Expected] = {}
         self._buffers: dict[int, list[tuple[Tensor, list[Tensor]]]] = {}  # of each round, and the tensors they fill
-        self.buffers: list[Tensor] = list(self._to_self.values())  # all that will be received into
         for number in sorted(coming):
             ranks = sorted(coming[number])
             tensors = [_in_order(coming[number][rank]) for rank in ranks]
             buffers = [empty_coalesced(some) for some in tensors]
             self._expected[number] = call.expect(list(zip(ranks, buffers, strict=True)))
             self._buffers[number] = list(zip(buffers, tensors, strict=True))
-            self.buffers += [*buffers, *(tensor for some in tensors for tensor in some)]
+            self.buffers += buffers
 
     def run(self, call: Call, values: Sequence[Any]) -> list[T]:
         """Send every schedule its value, do the rounds, return the results. ``call``: the same, or a lane of it."""

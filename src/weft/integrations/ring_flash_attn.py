@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
+from weft.comm.device import copy_to_device
 from weft.ops.attention import attention, head_strides
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import Bounds, document_at, shard_lengths
@@ -92,7 +93,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     start = document_at(bounds, begin)[0] if begin < end else begin
     stop = end if causal or begin == end else document_at(bounds, end - 1)[1]
     of_q, of_k = (0, *(b - begin for b in inside), end - begin), (0, *(b - start for b in inside), stop - start)
-    as_tensors = (torch.tensor(one, dtype=torch.int32, device=cu_seqlens.device) for one in (of_q, of_k))
+    as_tensors = (copy_to_device(torch.tensor(one, dtype=torch.int32), cu_seqlens.device) for one in (of_q, of_k))
     return *as_tensors, _longest(of_q), _longest(of_k), slice(start, stop)  # type: ignore[return-value]
 
 

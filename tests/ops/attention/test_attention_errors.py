@@ -10,12 +10,10 @@ from ranks import errors_of
 from test_attention_reference import distance
 
 import weft
-from weft.ops.attention import attention, head_strides
+from weft.ops.attention import attention, head_strides, on_device
 from weft.ops.attention.blockwise import (
     attend_block,
     attend_block_backward,
-    attend_plainly,
-    attend_plainly_backward,
     merge_into,
 )
 from weft.ops.attention.distributed import choose_method
@@ -67,7 +65,7 @@ def test_wrong_arguments_are_told(changes, kind, words) -> None:
         attention(**{"q": Q, "k": Q, "v": Q, "causal": False, **changes})
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_causal_must_be_said() -> None:
     q = Q.detach()
     caught = errors_of(lambda axis: attention(q, q, q, **({} if axis.rank == 0 else {"causal": True}), group=axis))
@@ -100,7 +98,7 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
         attention(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 6]))
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -133,7 +131,7 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
     assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_ulysses_names_the_methods_that_work() -> None:
     q = Q.detach()
     caught = errors_of(lambda axis: attention(q, q, q, causal=True, method="ulysses", group=axis), size=4)
@@ -142,7 +140,7 @@ def test_ulysses_names_the_methods_that_work() -> None:
     assert all("; gather and ring take any number" in words for words in caught)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     q = Q.detach()
     caught = errors_of(lambda axis: attention(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 17]), group=axis))
@@ -198,19 +196,21 @@ BLOCKS = {
 }
 
 
+@pytest.mark.parametrize("queries", [5, 2, 1])  # of a tile
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_with_and_without_the_kernel(name: str) -> None:
-    """The path of CUDA without flash, and the CPU operator behind its guard, say the same."""
+def test_blocks_with_and_without_the_kernel(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of devices without flash, and the CPU operator behind its guard, say the same."""
     block = BLOCKS[name]
+    monkeypatch.setattr(on_device, "SCORES", queries * 2 * 4 * block.length + 1)
     q, grad, out = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
     k, v = (torch.randn(2, 2, block.length, 8, dtype=torch.float64) for _ in range(2))
-    both = [attend(q, k, v, block, 0.3) for attend in (attend_block, attend_plainly)]
+    both = [attend(q, k, v, block, 0.3) for attend in (attend_block, on_device.attend)]
     assert ("fully masked" in name) == bool(both[0][1].isinf().any())
     assert torch.equal(both[0][1].isinf(), both[1][1].isinf())
     for got, wanted in zip(*both, strict=True):
         assert distance(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0)) < 1e-12
     lse = both[0][1].clamp_min(-1.0) + 0.5  # over all keys it is larger, and never -inf
-    grads = [f(grad, q, k, v, out, lse, block, 0.3) for f in (attend_block_backward, attend_plainly_backward)]
+    grads = [f(grad, q, k, v, out, lse, block, 0.3) for f in (attend_block_backward, on_device.attend_backward)]
     for got, wanted in zip(*grads, strict=True):
         assert distance(got, wanted) < 1e-12
 

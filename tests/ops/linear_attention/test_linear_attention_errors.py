@@ -53,7 +53,7 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
         weft.linear_attention(q, q, q, cu_seqlens=torch.tensor([0, 6]))
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -75,7 +75,7 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
     assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     caught = errors_of(lambda axis: weft.linear_attention(Q, Q, V, cu_seqlens=torch.tensor([0, 17])))
     assert len(caught) == 3 and all(

@@ -135,7 +135,7 @@ def test_a_compiled_model_gives_the_same(pool: ProcessWorld) -> None:
     assert max(pool.run(compiled_steps)) < 1e-5
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 def test_as_flash_linear_attention(decay: str) -> None:

@@ -76,7 +76,7 @@ def in_a_step(net: nn.Module, axis: weft.Axis) -> Any:
     return weft.optim.OverlappedStep(parts, clip=0.3, overlap_backward=True)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("kind", [sharded, in_a_step])
 @pytest.mark.parametrize(("ranks", "as_share"), [(1, False), (2, True), (2, False), (3, True), (4, False)])
 def test_it_trains_as_one_process(ranks: int, kind: Callable, as_share: bool) -> None:
@@ -129,7 +129,7 @@ def test_wrappers_of_torch_take_it(two: ProcessWorld, kind: str) -> None:
         check(found)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_no_tokens_at_all() -> None:
     """The mean over nothing is 0, and so is its gradient."""
 
@@ -146,7 +146,7 @@ def wrong(count: Any = 1, loss: Any = None) -> Callable[[], tuple[Any, Any]]:
     return lambda: (torch.ones((), requires_grad=True) * 1 if loss is None else loss, count)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -171,7 +171,7 @@ def test_what_one_rank_has_wrong_is_raised_on_all(given: Callable, words: str) -
     assert len(set(found)) == 1 and found[0].startswith(words), found
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_losses_without_tokens_are_refused() -> None:
     def program(axis: weft.Axis) -> str:
         with pytest.raises(ValueError, match="no tokens on any of 2 ranks, but their losses add up to"):

@@ -22,7 +22,7 @@ def positions(lengths: tuple[int, ...], layout: str, rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("order", [("attention", "linear"), ("linear", "attention")])
@@ -60,7 +60,7 @@ def test_layers_give_the_same_with_and_without_it_for_any_split_at_any_time(
     assert max(virtual_world(3).run(program).results) < 1e-12
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_one_exchange_for_each_batch_and_none_in_the_layers() -> None:
     def program(axis: weft.Axis) -> tuple[int, int, int]:
         with weft.record() as making:
@@ -90,7 +90,7 @@ def test_positions_are_within_documents(layout: str) -> None:
     assert all(virtual_world(3).run(program).results)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shard_and_unshard_follow_its_lengths(layout: str) -> None:
     lengths = (5, 0, 7)
@@ -136,7 +136,7 @@ def test_what_it_holds_is_not_given_again() -> None:
             attend(q, q, q, sequence="zigzag")
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_a_fault_of_one_rank_is_told_on_all() -> None:
     words = errors_of(lambda axis: weft.sequence(-2 if axis.rank == 1 else 4, group=axis))
     assert words == ["sequence: local_length must not be negative, got -2 (rank 1)"] * 3
@@ -144,7 +144,7 @@ def test_a_fault_of_one_rank_is_told_on_all() -> None:
     assert len(set(words)) == 1 and "rank 2 called sequence(layout=zigzag)" in words[0]
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("total", [0, 1, 14, 24])
 def test_a_total_gives_the_lengths_of_shard(layout: str, total: int) -> None:
@@ -157,7 +157,7 @@ def test_a_total_gives_the_lengths_of_shard(layout: str, total: int) -> None:
     assert all(virtual_world(5).run(program).results)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_exactly_one_of_both_lengths_the_same_on_all_ranks() -> None:
     for odd in ({}, {"local_length": 4, "total": 12}):
         words = errors_of(lambda axis: weft.sequence(**(odd if axis.rank == 1 else {"total": 12}), group=axis))  # noqa: B023

@@ -91,7 +91,7 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
     digest = _digest(ids, positions, *(() if targets is None else (targets,)))
     whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size)
     runs = [run for run in lay_out(whole.lengths, layout) if run.rank == rank]
-    places = torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs]).to(ids.device)
+    places = torch.cat([torch.arange(run.offset, run.offset + run.length, device=ids.device) for run in runs])
     part: dict[str, Any] = {"input_ids": ids[:, places], "position_ids": positions[:, places]}
     if targets is not None:
         # transformers computes a loss only where there are labels, and takes shift_labels as they are.

@@ -1,10 +1,11 @@
 """Forward and backward over blocks of keys, whoever brings them, and the kernel of one block.
 
-The kernel is the only place that knows ATen's operators. Its shapes are q, out ``[B, h, n, D]``, k, v ``[B, w, m, D]``,
-lse ``[B, h, n]``, with h a multiple of w and any strides. Traps kept in here: the CPU operator dies of an empty q or k,
-reports lse 0 for a row that is fully masked, takes only masks of floats, aligns its causal mask upper left, and reads
-astray where the elements of a vector are not neighbours. Half precision is computed in fp32 on a CPU, where the
-backward in bf16 takes eleven times as long; so results of blocks are not rounded before they are merged.
+The kernel is the only place that knows ATen's operator for a CPU, as `on_device` is for those of devices. Its shapes
+are q, out ``[B, h, n, D]``, k, v ``[B, w, m, D]``, lse ``[B, h, n]``, with h a multiple of w and any strides. Traps
+kept in here: the CPU operator dies of an empty q or k, reports lse 0 for a row that is fully masked, takes only masks
+of floats, aligns its causal mask upper left, and reads astray where the elements of a vector are not neighbours.
+Half precision is computed in fp32 on a CPU, where the backward in bf16 takes eleven times as long; so results of
+blocks are not rounded there before they are merged.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from weft.comm import Call
 from weft.comm.device import runs_behind
-from weft.comm.function import keep_tensors
+from weft.ops.attention import on_device
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
+from weft.ops.attention.masks import HALVES, band_mask
 from weft.ops.attention.plan import AttentionPlan, Block, Options
 
 KVSchedule = Callable[[KVExchange], Iterator[KVBlock]]
@@ -26,7 +28,6 @@ Triple = tuple[Tensor, Tensor, Tensor]
 Saved = tuple[Tensor, ...]  # q, k, v, out, lse, of tokens or of heads
 
 _aten = torch.ops.aten
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -141,14 +142,12 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) ->
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
     if not runs_behind(q.device):
         q, k, v = _prepare(q, k, v)
-        mask, fully_masked = _mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
+        mask, fully_masked = band_mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
         )
         return out, lse if fully_masked is None else lse.masked_fill(fully_masked, -torch.inf)
-    if q.dtype in HALVES and block.kind != "band":
-        return _flash_on_device(q, k, v, block.kind == "causal", scale)
-    return attend_plainly(q, k, v, block, scale)
+    return on_device.attend(q, k, v, block, scale)
 
 
 def attend_block_backward(
@@ -158,89 +157,14 @@ def attend_block_backward(
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
     if not runs_behind(q.device):
         grad, q, k, v, out = _prepare(grad, q, k, v, out)
-        mask = _mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
+        mask = band_mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
         )
-    if q.dtype in HALVES and block.kind != "band":
-        return _flash_on_device_backward(grad, q, k, v, out, lse, block.kind == "causal", scale)
-    return attend_plainly_backward(grad, q, k, v, out, lse, block, scale)
+    return on_device.attend_backward(grad, q, k, v, out, lse, block, scale)
 
 
 def _prepare(*tensors: Tensor) -> list[Tensor]:
     """For the CPU operator: fp32 for half precision, and vectors without gaps."""
     wide = [tensor.float() if tensor.dtype in HALVES else tensor for tensor in tensors]
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in wide]
-
-
-def _mask(q: Tensor, k: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The additive mask of a causal block or a band, and the rows that it masks fully (None: there are none)."""
-    shift, left, right = (block.shift, block.left, block.right) if block.kind == "band" else (0, q.shape[2], 0)
-    return _band(q.shape[2], k.shape[2], shift, left, right, dtype, q.device)
-
-
-@keep_tensors(maxsize=16)
-def _band(
-    queries: int, keys: int, shift: int, left: int, right: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    ahead = shift + torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-    visible = (ahead >= -left) & (ahead <= right)
-    mask = torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
-    # Query i sees keys i - left - shift .. i + right - shift, if there are such.
-    masks_rows = right - shift < 0 or queries - 1 - left - shift >= keys
-    return mask, ~visible.any(dim=1) if masks_rows else None
-
-
-# On a device, where flash has no kernel (fp32, fp64, bands).
-
-
-def attend_plainly(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend_block` with matrix products that hold all scores."""
-    scores = _scores(q, k, block, scale)
-    lse = scores.logsumexp(-1)
-    probabilities = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
-    values = v.to(scores.dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return (probabilities @ values).to(q.dtype), lse
-
-
-def attend_plainly_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
-) -> Triple:
-    """`attend_block_backward` with matrix products that hold all scores."""
-    shared = q.shape[1] // k.shape[1]
-    scores = _scores(q, k, block, scale)
-    grad, q, out = (tensor.to(scores.dtype) for tensor in (grad, q, out))
-    keys, values = (tensor.to(scores.dtype).repeat_interleave(shared, 1) for tensor in (k, v))
-    probabilities = (scores - lse[..., None]).exp()
-    grad_scores = probabilities * (grad @ values.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)) * scale
-    dk, dv = grad_scores.transpose(2, 3) @ q, probabilities.transpose(2, 3) @ grad
-    return grad_scores @ keys, dk.unflatten(1, (-1, shared)).sum(2), dv.unflatten(1, (-1, shared)).sum(2)
-
-
-def _scores(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scale * (q.to(wide) @ k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3))
-    return scores if block.kind == "full" else scores + _mask(q, k, block, wide)[0]
-
-
-# ATen's flash operators for devices, which want [B, n, h, D]. Not run on a GPU yet: emulated on the simulated device.
-
-
-def _flash_on_device(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
-    )
-    return out.transpose(1, 2), lse
-
-
-def _flash_on_device_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> Triple:
-    grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
-    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, which there is not
-    dq, dk, dv = _aten._flash_attention_backward(
-        grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0,
-        causal, unused, unused, scale=scale,
-    )  # fmt: skip
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -133,7 +133,7 @@ def segment_maps(plan: SequencePlan, found: RunMaps, batch: int) -> list[Segment
 class StateScan:
     """Exclusive prefixes (``reverse``: suffixes) of the segments' maps along their documents' paths.
 
-    Made before the local work whose result is sent, so that receives are posted early; `start` takes the result.
+    Made before the local work whose result is sent, so that receives are posted early; `start` takes the result, once.
     """
 
     def __init__(self, call: Call, plan: SequencePlan, form: Form, method: str, reverse: bool = False) -> None:
@@ -161,10 +161,11 @@ class StateScan:
         # (packed, exp of the decay) is memory of its stream.
         own = [(maps[index].own, known[index]) for index in self._travelling]
         sent = [Affine(one.kind, one.state if start is None else one.apply(start), one.decay) for one, start in own]
-        pending = None
+        pending, executor = None, self._executor
+        del self._executor  # its memory is the lane's from now on, and so is that of what is sent
         if sent:
-            buffers = [*self._executor.buffers, *(tensor for one in sent for tensor in one.tensors)]
-            pending = self._call.start(lambda lane: self._executor.run(lane, sent), self._device, buffers)
+            buffers = [*executor.buffers, *(tensor for one in sent for tensor in one.tensors)]
+            pending = self._call.start(lambda lane: executor.run(lane, sent), self._device, buffers)
 
         def finish() -> list[Tensor | None]:
             entering = list(known)

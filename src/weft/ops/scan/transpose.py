@@ -23,7 +23,8 @@ def transpose(path: Path, form: Form) -> Schedule[Tensor | None]:
     entering = form.new_empty(form.state_elements)
     local: Affine = yield Expect(
         [(0, peer, maps[peer]) for peer in others if peer < size - 1]
-        + [(1, peer, entering[slices[peer].start : slices[peer].stop]) for peer in others if rank > 0]
+        + [(1, peer, entering[slices[peer].start : slices[peer].stop]) for peer in others if rank > 0],
+        memory=[maps, entering],
     )
     if rank < size - 1:
         maps[rank] = mine.take(local)

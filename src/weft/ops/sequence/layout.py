@@ -20,6 +20,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call
 from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
+from weft.comm.device import copy_to_device
 from weft.parallel.dtensor import is_dtensor
 
 T = TypeVar("T")
@@ -122,6 +123,8 @@ class Sequence:
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """The position of each of this rank's tokens within its document, ``[length]``: for rotary embeddings.
 
+        They are made on the CPU and copied to ``device``, which the host does not wait for.
+
         >>> from weft import sequence
         >>> sequence(5, cu_seqlens=[0, 2, 5]).positions()
         tensor([0, 1, 0, 1, 2])
@@ -131,7 +134,7 @@ class Sequence:
         if self.bounds is not None:
             starts = torch.tensor(self.bounds[:-1], dtype=torch.int64)
             places -= starts[torch.searchsorted(starts, places, right=True) - 1]
-        return places.to(device)
+        return copy_to_device(places, torch.device(device))
 
 
 def resolve(operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None) -> Sequence:
@@ -178,7 +181,7 @@ def read_on_axis(operation: str, group: Any, given: Any, reading: Callable[[Axis
 
 
 def read_bounds(operation: str, cu_seqlens: Any, rank: int) -> Bounds | Exception | None:
-    """The boundaries as integers, or what is wrong with them."""
+    """The boundaries as integers, or what is wrong with them. The host reads them: on a device it waits for that."""
     if cu_seqlens is None:
         return None
     if is_dtensor(cu_seqlens):

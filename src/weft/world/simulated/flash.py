@@ -29,6 +29,12 @@ def _check(condition: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
+def _check_alignment(*tensors: Tensor) -> None:
+    """The kernel copies 16 bytes at a time."""
+    aligned = all(t.data_ptr() % 16 == 0 and not any(step % 8 for step in t.stride()[:-1]) for t in tensors)
+    _check(aligned, "CUDA error: misaligned address")
+
+
 def _check_arguments(
     q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor | None, cum_k: Tensor | None, dropout: float
 ) -> None:
@@ -52,6 +58,7 @@ def _check_arguments(
         _check(q.shape[0] == k.shape[0] and q.shape[0] > 0, "batch size must be positive, and that of the keys")
     elif cum_k is not None:
         _check(cum_q.numel() == cum_k.numel(), "cu_seqlens_q and cu_seqlens_k must have the same length")
+    _check_alignment(*tensors)
     if dropout:
         raise NotImplementedError("dropout of flash attention is not emulated")
 
@@ -109,7 +116,7 @@ def flash_forward(
     out = torch.full_like(query, math.nan, memory_format=torch.contiguous_format)
     tokens, heads = query.shape[-3], query.shape[-2]
     batch = () if cum_q is not None else (query.shape[0],)
-    lse = torch.full((*batch, heads, tokens), math.nan, device=HOST)
+    lse = torch.full((*batch, heads, tokens), math.nan, dtype=torch.float32, device=HOST)
     for of_q, of_k in _sequences(query, key, cum_q, cum_k):
         q, k, v = query[of_q], key[of_k], value[of_k]
         scores = _scores(q, k, scale, window)
@@ -134,6 +141,7 @@ def flash_backward(
     _check(grad.dtype == out.dtype == query.dtype, "query and dout must have the same dtype")
     _check(grad.shape == out.shape == query.shape, "dout and out must have the sizes of query")
     _check(grad.stride(-1) == 1 and out.stride(-1) == 1, "dout and out tensor must have contiguous last dimension")
+    _check_alignment(grad, out)
     _check(lse.dtype == torch.float32, "softmax_lse must be fp32")
     scale, window = (
         query.shape[-1] ** -0.5 if scale is None else scale,
