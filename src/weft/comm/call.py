@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import ledger
+from weft.comm.device import stream_number, use_here
 from weft.comm.records import CallCounter, CallRecord
 from weft.comm.wire import Pending, Wire, WireMessage, coalesce, empty_coalesced, split_coalesced
 
@@ -216,10 +217,14 @@ def exchange_coalesced(
 ) -> Pending[None]:
     """`Call.exchange` for lists of tensors, (rank, contiguous tensors to send or to fill): one message for each."""
     buffers = [(rank, empty_coalesced(tensors)) for rank, tensors in receives]
-    pending = call.exchange([(rank, coalesce(tensors)) for rank, tensors in sends], buffers)
+    packed = [(rank, coalesce(tensors)) for rank, tensors in sends]
+    pending = call.exchange(packed, buffers)
+    made = [tensor for _, tensor in (*packed, *buffers)] + [tensor for _, some in receives for tensor in some]
+    stream = stream_number(made[0].device) if made else 0
 
     def finish() -> None:
         pending.wait()
+        use_here(made, stream)  # gradients may leave on the stream of a backward, and be waited for on another
         for (_, buffer), (_, tensors) in zip(buffers, receives, strict=True):
             split_coalesced(buffer, tensors)
 

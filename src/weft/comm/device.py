@@ -95,6 +95,28 @@ def milliseconds(device: torch.device, work: Callable[[], object], calls: int = 
     return begin.elapsed_time(end) / calls
 
 
+def use_here(tensors: Sequence[Tensor], stream: int) -> None:
+    """Tell the allocator that the current stream uses these, which were made while number ``stream`` was current."""
+    for tensor in tensors:
+        if runs_behind(tensor.device) and stream_number(tensor.device) != stream:
+            tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+
+
+class Written:
+    """A tensor that the current stream has written, for a reader that may be on another one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._stream = tensor, stream_number(tensor.device)
+        if runs_behind(tensor.device):
+            self._done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+
+    def read_here(self) -> None:
+        """What the current stream is given from now on comes after the writing."""
+        if stream_number(self._tensor.device) != self._stream:
+            torch.get_device_module(self._tensor.device).current_stream(self._tensor.device).wait_event(self._done)
+            use_here([self._tensor], self._stream)
+
+
 class Transfer(Generic[T]):
     """The work of a lane, and the memory it was given: ``buffers`` are its own until its reader is ordered after it.
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
+from weft.comm.device import copy_to_device
 from weft.comm.function import outside_autocast
 from weft.ops.embedding import RowTable
-from weft.parallel.dtensor import is_dtensor, whole_of
+from weft.optim.step.verdict import device_of
+from weft.parallel.dtensor import is_dtensor, local_of, whole_of
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,14 @@ def clip_grad_norm_(
     norms += [_norm_over_ranks(axis, some, norm_type, max_norm) for axis, some in _by_axis(tables)]
     if not norms:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    device = device_of(norms)
+    total = torch.linalg.vector_norm(torch.stack([copy_to_device(norm, device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in plain:
-        grad.mul_(float(scale))
-    for table in tables:
-        found = table.gradient()
-        if found is not None:
-            found[1].mul_(float(scale))
+    rows = [found[1] for found in (table.gradient() for table in tables) if found is not None]
+    for grad in (*map(local_of, plain), *rows):
+        grad.mul_(scale)  # a scalar on its own device, which the host does not wait for
     return total
 
 

@@ -18,8 +18,9 @@ from weft.comm.function import outside_autocast
 from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.matrix.plan import Plan, Planner
 from weft.optim.matrix.rule import EigenError, Settings
-from weft.optim.owners import Bucket, Held, OwnedPart, Place, Transfer
-from weft.optim.step.compare import Examined, is_finite
+from weft.optim.owned_part import Bucket, OwnedPart
+from weft.optim.owners import Held, Place, Transfer
+from weft.optim.step.compare import Examined
 from weft.optim.step.state import agree_to_load, find_state_fault, take_apart
 from weft.parallel.dtensor import local_gradient, local_of
 
@@ -146,7 +147,7 @@ class MatrixOptimizer(OwnedPart):
         task = one.tasks[place]
         return task.plan.counts_here(task.parameter, self._axes)
 
-    def work_on(self, bucket: int, scale: float) -> None:
+    def work_on(self, bucket: int, scale: float | Tensor) -> None:
         """Apply the rules to what this rank owns, with gradients times ``scale``; start updates on their way back."""
         one = self._under_way[bucket]
         if not one.tasks:
@@ -167,20 +168,25 @@ class MatrixOptimizer(OwnedPart):
         one.arrived = []
         one.results = one.tasks[0].plan.owners.scatter("REKLS", [task.plan.route for task in one.tasks], updates)
 
-    def _apply_rule(self, task: Task, number: int, grad: Tensor, scale: float, weight: Tensor | None) -> Tensor:
+    def _apply_rule(
+        self, task: Task, number: int, grad: Tensor, scale: float | Tensor, weight: Tensor | None
+    ) -> Tensor:
         """The update of a parameter; the new state stays apart. What fails is noted, and nobody will apply it."""
-        grad = grad if scale == 1 else grad * scale
+        grad = grad if isinstance(scale, float) and scale == 1 else grad * scale
         weight = None if weight is None else weight.to(task.plan.wide)
+        fail = partial(self._fail, number)
         try:
-            if is_finite(grad):  # a sum over ranks can overflow
-                state = self.state[task.parameter]
-                task.new_state, update = task.plan.rule.advance(state, grad, weight, task.settings)
-                if is_finite(update):
+            if (fine := self.verdict.are_finite([grad], fail)) is not False:  # a sum over ranks can overflow
+                grad = grad if fine is True else torch.where(fine, grad, 0.0)  # what is not finite has no eigenvalues
+                task.new_state, update = task.plan.rule.advance(self.state[task.parameter], grad, weight, task.settings)
+                if self.verdict.are_finite([update], fail) is not False:
                     return update
         except EigenError:
-            pass
-        self.failed = self.failed or 1 + number
+            fail()
         return torch.zeros_like(grad)
+
+    def _fail(self, number: int) -> None:
+        self.failed = self.failed or 1 + number
 
     def _accept(self, one: TaskBucket, results: Held) -> None:
         """Apply the updates, and keep the owned states."""

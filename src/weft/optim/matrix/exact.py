@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.optim.matrix.rule import Layout, Settings, adam_direction, decompose
+from weft.optim.matrix.rule import Layout, Settings, adam_direction, decompose, zero_basis
 
 
 def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
@@ -28,11 +28,12 @@ def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> La
     return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype)) | settings.factors(shape, dtype)
 
 
-def derive(state: dict[str, Any]) -> None:
+def derive(state: dict[str, Any], zero: bool = False) -> None:
     """The bases, from the factors."""
     for side in "LR":
         if side in state:
-            state[f"eigenvalues_{side}"], state[f"Q_{side}"] = decompose(state[side])
+            find = zero_basis if zero else decompose
+            state[f"eigenvalues_{side}"], state[f"Q_{side}"] = find(state[side])
 
 
 def advance(
@@ -81,6 +82,9 @@ def _within_range(grad: Tensor) -> Tensor:
     """The gradient, or a power of two of it where an entry is so large (2^40 in fp32) that its square over eps is not
     finite, nor is the published update.
     """  # fmt: skip
+    if not grad.numel():
+        return grad
     limit = math.sqrt(torch.finfo(grad.dtype).max) * 2.0**-24
-    largest = float(grad.abs().amax()) if grad.numel() else 0.0
-    return grad if largest <= limit else grad * 2.0 ** -math.ceil(math.log2(largest / limit))
+    fraction, exponent = torch.frexp(grad.abs().amax().double() / limit)
+    above = (exponent - (fraction == 0.5).to(exponent.dtype)).clamp_min(0).to(torch.int64)  # powers of two
+    return grad * ((1023 - above) << 52).view(torch.float64)  # 2^-above

@@ -193,7 +193,7 @@ class Plan:
         if not self.is_mine:
             return {}
         state = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.layout.items()}
-        self.rule.derive(state)
+        self.rule.derive(state, zero=True)
         return state
 
     def counts_here(self, parameter: Tensor, axes: Sequence[Axis]) -> bool:

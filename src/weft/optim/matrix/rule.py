@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from weft.comm.device import runs_behind
+
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
 
 
@@ -73,14 +75,18 @@ class Rule(Protocol):
     def layout(self, shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
         """The shape and dtype of each tensor of the state that is saved; all are zero before the first step."""
 
-    def derive(self, state: dict[str, Any]) -> None:
-        """Add what is made from saved tensors: the same bits as in the step that made these."""
+    def derive(self, state: dict[str, Any], zero: bool = False) -> None:
+        """Add what is made from saved tensors: the same bits as in the step that made these.
+
+        ``zero``: there has been none, and all are zero.
+        """
 
     def advance(
         self, state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
     ) -> tuple[dict[str, Any], Tensor]:
         """The state after a step and what is to be subtracted from the weight, both new: the step may be dropped.
 
+        On a device the host must not wait: what depends on numbers there is chosen there.
         ``weight`` is given where the decay is part of the gradient (l2); it does not enter factors.
         """
 
@@ -97,7 +103,7 @@ class AdamW:
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
 
     @staticmethod
-    def derive(state: dict[str, Any]) -> None:
+    def derive(state: dict[str, Any], zero: bool = False) -> None:
         """Nothing is left out of a checkpoint."""
 
     @staticmethod
@@ -130,15 +136,32 @@ class EigenError(RuntimeError):
 def decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[n]``, descending, and the eigenvectors ``[n, n]`` as columns of a symmetric matrix.
 
-    One that fails is tried again in fp64. A zero matrix gets the basis that LAPACK gives it, without the work.
+    One that fails is tried again in fp64. A zero matrix gets the basis that LAPACK gives it. On a device the host waits
+    for the decomposition, in torch, and for nothing else: eigenvalues that are not finite make vectors of NaN there.
     """
-    if not bool(factor.diagonal().any()):  # it has no negative eigenvalue, so then all of it is zero
-        return factor.new_zeros(len(factor)), torch.eye(len(factor), dtype=factor.dtype, device=factor.device).flip(1)
+    if not runs_behind(factor.device) and is_zero(factor):
+        return zero_basis(factor)
     for dtype in (factor.dtype, torch.float64):
         try:
             values, vectors = torch.linalg.eigh(factor.to(dtype))
         except torch.linalg.LinAlgError:
             continue
-        if bool(torch.isfinite(values).all()):
+        fine = torch.isfinite(values).all()
+        if runs_behind(factor.device):
+            found = values.flip(0).to(factor.dtype), torch.where(fine, vectors.flip(1), math.nan).to(factor.dtype)
+            pairs = zip(zero_basis(factor), found, strict=True)
+            values, vectors = (torch.where(is_zero(factor), blank, other) for blank, other in pairs)
+            return values, vectors
+        if fine:
             return values.flip(0).to(factor.dtype), vectors.flip(1).to(factor.dtype)
     raise EigenError(f"a factor of {len(factor)} x {len(factor)} could not be decomposed")
+
+
+def is_zero(factor: Tensor) -> Tensor:
+    """Whether all of a factor is zero: it has no negative eigenvalue, so the diagonal tells. On its device."""
+    return ~factor.diagonal().any()
+
+
+def zero_basis(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a zero matrix as large as ``factor``."""
+    return factor.new_zeros(len(factor)), torch.eye(len(factor), dtype=factor.dtype, device=factor.device).flip(1)

@@ -18,13 +18,15 @@ On the first step with a gradient that is not zero the roots of the update are s
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.optim.matrix.rule import Layout, Settings, decompose
+from weft.comm.device import runs_behind
+from weft.optim.matrix.rule import Layout, Settings, decompose, is_zero
 
 FLOOR = 0.05  # of an eigenvalue to the mean
 
@@ -34,10 +36,10 @@ def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> La
     return {"exp_avg": (shape, dtype), "second_moment": ((), torch.float64)} | settings.factors(shape, dtype)
 
 
-def derive(state: dict[str, Any]) -> None:
-    """The inverse roots, from the factors."""
-    for side in "LR":
-        if side in state and bool(state[side].diagonal().any()):
+def derive(state: dict[str, Any], zero: bool = False) -> None:
+    """The inverse roots, from the factors that are not zero; on a device from all, and `_Roots` says which count."""
+    for side in "LR" if not zero else ():
+        if side in state and (runs_behind(state[side].device) or not is_zero(state[side])):
             state[f"root_{side}"] = _inverse_root(state[side])
 
 
@@ -48,26 +50,55 @@ def advance(
     b1, b2 = settings.betas
     number = int(state["step"]) + 1
     new: dict[str, Any] = {}
-    roots = state.get("root_L"), state.get("root_R")
-    second = b2 * float(state["second_moment"])
+    roots = _Roots.of(state)
+    second = b2 * state["second_moment"]
     size, unit = _unit(grad)
-    if size > 0:
-        left, right = _times(roots[0], unit), _times(unit, roots[1])
-        second += (1 - b2) * (size * _unit(_times(left, roots[1]))[0]) ** 2
+    moved = size > 0
+    if grad.numel() and (runs_behind(grad.device) or moved):
+        left, right = roots.left(unit), roots.right(unit)
+        second = second + (1 - b2) * (size * _unit(roots.right(left))[0]).square()
         keep = settings.keep_factor(number)
         for side, one in (("L", right), ("R", left.mT)):
             if side in state:
-                new[side] = torch.addmm(state[side], one, one.mT, beta=keep, alpha=(1 - keep) / one.shape[1])
+                factor = torch.addmm(state[side], one, one.mT, beta=keep, alpha=(1 - keep) / one.shape[1])
+                new[side] = torch.where(moved, factor, state[side])
         derive(new)
-        if any(root is not None for root in roots):
-            roots = new.get("root_L"), new.get("root_R")
+        roots = _Roots.of(new).if_any_of(roots)
     decayed = grad if weight is None else grad + weight * settings.weight_decay
     new["exp_avg"] = state["exp_avg"] * b1 + decayed * (1 - b1)
-    new["second_moment"] = torch.full_like(state["second_moment"], second)
-    sigma = math.sqrt(second / (1 - b2**number))
+    new["second_moment"] = second
+    sigma = (second / (1 - b2**number)).sqrt()
     ahead = new["exp_avg"] * (b1 / (1 - b1**number)) + decayed * (1 - b1)
-    direction = ahead / sigma if sigma > 0 else torch.zeros_like(ahead)
-    return new, _times(_times(roots[0], direction), roots[1]) * settings.lr
+    direction = torch.where(sigma > 0, ahead / sigma, 0.0)
+    return new, roots.right(roots.left(direction)) * settings.lr
+
+
+class _Roots(NamedTuple):
+    """The inverse roots of both sides, each with a flag on its device whether it counts; None is the identity."""
+
+    of_l: tuple[Tensor, Tensor] | None
+    of_r: tuple[Tensor, Tensor] | None
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> _Roots:
+        pairs = ((state[f"root_{s}"], ~is_zero(state[s])) if f"root_{s}" in state else None for s in "LR")
+        return _Roots(*pairs)
+
+    def left(self, matrix: Tensor) -> Tensor:
+        """P_L times it."""
+        return matrix if self.of_l is None else _if(self.of_l[1], partial(torch.matmul, self.of_l[0], matrix), matrix)
+
+    def right(self, matrix: Tensor) -> Tensor:
+        """It times P_R."""
+        return matrix if self.of_r is None else _if(self.of_r[1], partial(torch.matmul, matrix, self.of_r[0]), matrix)
+
+    def if_any_of(self, before: _Roots) -> _Roots:
+        """These, if there were any ``before``."""
+        flags = [one[1] for one in before if one is not None]
+        if not flags:
+            return _Roots(None, None)
+        any_before = torch.stack(flags).any()
+        return _Roots(*(None if one is None else (one[0], one[1] & any_before) for one in self))
 
 
 def _inverse_root(factor: Tensor) -> Tensor:
@@ -76,20 +107,19 @@ def _inverse_root(factor: Tensor) -> Tensor:
     return (vectors * (values / values.mean()).clamp_min(FLOOR).rsqrt()) @ vectors.mT
 
 
-def _times(one: Tensor | None, other: Tensor | None) -> Tensor:
-    """The product; None is the identity."""
-    if one is None or other is None:
-        found = other if one is None else one
-        assert found is not None
-        return found
-    return one @ other
+def _if(flag: Tensor, make: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+    """``make()`` or the other, as the flag says; on a device, where the host does not know it, both are made."""
+    if not runs_behind(flag.device):
+        return make() if flag else otherwise
+    return torch.where(flag, make(), otherwise)
 
 
-def _unit(matrix: Tensor) -> tuple[float, Tensor]:
-    """The root of the mean square, without overflow, and the matrix over it; (0, itself) if all is zero."""
-    largest = float(matrix.abs().amax()) if matrix.numel() else 0.0
-    if largest < torch.finfo(matrix.dtype).tiny:
-        return 0.0, matrix
-    scaled = matrix / largest
-    ratio = math.sqrt(float(scaled.square().mean()))
-    return largest * ratio, scaled / ratio
+def _unit(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The root of the mean square, without overflow, in fp64, and the matrix over it; (0, itself) if all is zero."""
+    if not matrix.numel():
+        return torch.zeros((), dtype=torch.float64, device=matrix.device), matrix
+    largest = matrix.abs().amax()
+    there = largest >= torch.finfo(matrix.dtype).tiny
+    scaled = matrix / torch.where(there, largest, 1.0)
+    ratio = torch.where(there, scaled.square().mean().double().sqrt(), 1.0)
+    return torch.where(there, largest.double() * ratio, 0.0), scaled / ratio

@@ -163,7 +163,7 @@ class RowAdam(StepPart):
         if (update := self._updates[bucket]) is not None:
             update.copy_rows()
 
-    def work_on(self, bucket: int, scale: float) -> None:
+    def work_on(self, bucket: int, scale: float | Tensor) -> None:
         """Adam on the touched rows, in copies."""
         if (update := self._updates[bucket]) is not None:
             update.work(scale)

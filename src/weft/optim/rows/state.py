@@ -264,12 +264,12 @@ class RowUpdate:
         if self._group["mode"] != "lazy":
             rows.bring(self._copies, places, counts, copies=True)
 
-    def work(self, scale: float) -> None:
+    def work(self, scale: float | Tensor) -> None:
         """Adam on the copies, with gradients times ``scale``."""
         self.copy_rows()
         if self._copies is None:
             return
-        grads = self.gradient[1] if scale == 1 else self.gradient[1] * scale
+        grads = self.gradient[1] if isinstance(scale, float) and scale == 1 else self.gradient[1] * scale
         step_rows(self._copies, slice(0, len(grads)), grads, self._numbers, self._order)
         self._worked = True
 

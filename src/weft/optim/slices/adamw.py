@@ -14,7 +14,8 @@ from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
 from weft.comm.function import outside_autocast
 from weft.errors import as_fault
-from weft.optim.owners import Held, OwnedPart, Owners
+from weft.optim.owned_part import OwnedPart
+from weft.optim.owners import Held, Owners
 from weft.optim.slices.layout import (
     Piece,
     PieceBucket,
@@ -196,21 +197,43 @@ class ShardedAdamW(OwnedPart):
         grads = [piece.of(self.gradient_of(piece.parameter)) for piece in one.pieces]
         one.gradients = self._owners.gather("ShardedAdamW", one.routes, grads)
 
-    def work_on(self, bucket: int, scale: float) -> None:
+    def work_on(self, bucket: int, scale: float | Tensor) -> None:
         """AdamW on the slices this rank owns; new weights start on their way to all."""
         one = self._under_way[bucket]
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        numbers = {p: number for number, p in enumerate(groups)}
         mine: Held = [None] * len(one.pieces)
-        for place, (piece, grad) in enumerate(zip(one.pieces, one.arrive(), strict=True)):
-            if grad is not None:
-                step = partial(self._step, one, piece, grad, scale, groups[piece.parameter])
-                mine[place] = self.attempt(numbers[piece.parameter], step, partial(piece.of, piece.parameter))
+        numbers = {p: number for number, p in enumerate(self._names)}
+        for group in self.param_groups:
+            of_group = set(group["params"])
+            owned = [(at, piece, grad) for at, (piece, grad) in enumerate(zip(one.pieces, one.arrive(), strict=True))
+                     if grad is not None and piece.parameter in of_group]  # fmt: skip
+            if owned:
+                places, pieces, grads = (list(column) for column in zip(*owned, strict=True))
+                step = partial(self._step, one, pieces, grads, scale, group)
+                found = self.attempt(numbers[pieces[0].parameter], step, partial(_own_parts, pieces))
+                for at, weight in zip(places, found, strict=True):
+                    mine[at] = weight
         one.arrived = []
         one.results = self._owners.scatter("ShardedAdamW", one.routes, mine)
 
-    def _step(self, one: PieceBucket, piece: Piece, grad: Tensor, scale: float, group: dict[str, Any]) -> Tensor:
-        """The piece after the step, in its parameter's dtype. The step may yet be dropped, so it is made on copies.
+    def _step(
+        self, one: PieceBucket, pieces: list[Piece], grads: list[Tensor], scale: float | Tensor, group: dict[str, Any]
+    ) -> list[Tensor]:
+        """The pieces after the step, in their parameters' dtypes. It may yet be dropped, so it is made on copies."""
+        news = [self._copy(piece) for piece in pieces]
+        wide = [new.pop("weight") for new in news]
+        grads = [grad.to(weight.dtype) for grad, weight in zip(grads, wide, strict=True)]
+        adamw(
+            wide, grads if isinstance(scale, float) and scale == 1 else [grad * scale for grad in grads],
+            [new["exp_avg"] for new in news], [new["exp_avg_sq"] for new in news], [],
+            [self.state[piece.parameter]["step"].clone() for piece in pieces], foreach=True, fused=False, amsgrad=False,
+            beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]),
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+        one.states += zip(pieces, news, strict=True)
+        return [weight.to(piece.parameter.dtype) for piece, weight in zip(pieces, wide, strict=True)]
+
+    def _copy(self, piece: Piece) -> dict[str, Tensor]:
+        """What a step changes: moments, and the ``weight``, which is the master if there is one.
 
         A master follows a weight that was changed since the last step (loaded, clamped, made anew): where the weight is
         not the rounded master, it is taken instead.
@@ -219,16 +242,7 @@ class ShardedAdamW(OwnedPart):
         new = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
         if "master" in state:
             new["master"] = torch.where(state["master"].to(own.dtype) == own, state["master"], own)
-        wide = new["master"] if "master" in new else own.clone()
-        one.states.append((piece, new))
-        grad = grad.to(wide.dtype)
-        adamw(
-            [wide], [grad if scale == 1 else grad * scale], [new["exp_avg"]], [new["exp_avg_sq"]], [],
-            [state["step"].clone()], foreach=True, fused=False, amsgrad=False, beta1=group["betas"][0],
-            beta2=group["betas"][1], lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"],
-            maximize=False,
-        )  # fmt: skip
-        return wide.to(own.dtype)
+        return {**new, "weight": new["master"] if "master" in new else own.clone()}
 
     def _accept(self, one: PieceBucket, results: Held) -> None:
         """Write the new weights, and count the step."""
@@ -271,3 +285,8 @@ class ShardedAdamW(OwnedPart):
         states = load_slices(self._axis, self._ranges, fresh, given)
         super().load_state_dict(saved)
         self.state.update(zip(self._names, states, strict=True))
+
+
+def _own_parts(pieces: list[Piece]) -> list[Tensor]:
+    """Of parameters as they are."""
+    return [piece.of(piece.parameter) for piece in pieces]

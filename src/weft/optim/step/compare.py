@@ -14,7 +14,6 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.errors import CommError, DeadlockError, DisagreementError, NcclRuleError, RankError, name_ranks
-from weft.parallel.dtensor import local_of
 
 Merge = Callable[[Axis, list[tuple[int, ...]]], list[int]]
 _SHOWN = 8  # faults in one error
@@ -130,11 +129,19 @@ class Examined:
             joined.fault = joined.fault or one.fault
         return joined
 
-    def norm_over(self, axis: Axis) -> float:
-        """The norm of the gradients that must be the same over the ranks of an axis."""
-        pairs = zip(self.grads, self.alike, strict=True)
-        grads = [grad for grad, one in pairs if one is axis and grad is not None and grad.numel()]
-        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+    def alike_over(self, axes: Sequence[Axis]) -> list[Axis]:
+        """Those of ``axes`` over whose ranks some gradient must be the same."""
+        return [axis for axis in axes if any(axis is one for one in self.alike)]
+
+
+@dataclass
+class Seen:
+    """What the elements of a rank's gradients are: whether a scaler found infinities, 1 + the index of the first that
+    is not finite (0: none), and the norms of those that must be alike, for each such axis."""
+
+    found_inf: bool = False
+    nonfinite: int = 0
+    norms: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -153,22 +160,20 @@ class Findings:
     found_inf: bool
 
 
-def compare_gradients(optimizer: str, examined: Examined, axes: Sequence[Axis], *, found_inf: bool) -> Findings:
-    """Compare over all ranks: integers only, one small round for each axis.
+def compare_gradients(optimizer: str, examined: Examined, axes: Sequence[Axis], seen: Seen | None) -> Findings:
+    """Compare over all ranks: integers only, one small round for each axis. ``seen``: None if nobody has looked yet.
 
     Raises on every rank if a gradient is missing on some or sparse, if those that must be ``alike`` differ, if ranks
     have other ``settings``, or if one has found a ``fault``.
     """
-    names, grads, present = examined.names, examined.grads, examined.present
+    names, present = examined.names, examined.present
     bits = [sum(has << at for at, has in enumerate(present[start : start + _BITS]))
             for start in range(0, len(present), _BITS)]  # fmt: skip
-    fault = examined.fault or _find_sparse(optimizer, grads, names, axes[-1].rank if axes else 0)
-    bad = 0 if fault else _first_nonfinite(grads)
-    alike = [axis for axis in axes if any(axis is one for one in examined.alike)]
-    norms = [0.0 if fault else examined.norm_over(axis) for axis in alike]
+    alike = examined.alike_over(axes)
+    seen = seen or Seen(norms=[0.0] * len(alike))
     # found_inf, 1 + the parameter that is not finite, its rank on each axis; norms; bits of all ranks; bits of any
-    head = [int(found_inf), bad, *(axis.rank for axis in axes)]
-    middle = [struct.unpack("q", struct.pack("d", norm))[0] for norm in norms]
+    head = [int(seen.found_inf), seen.nonfinite, *(axis.rank for axis in axes)]
+    middle = [struct.unpack("q", struct.pack("d", norm))[0] for norm in seen.norms]
     after = len(head) + len(middle)
 
     def merge(axis: Axis, rows: list[tuple[int, ...]]) -> list[int]:
@@ -185,7 +190,7 @@ def compare_gradients(optimizer: str, examined: Examined, axes: Sequence[Axis], 
         ]  # fmt: skip
 
     known = gather_verdict(
-        axes, f"{optimizer}.step", _Options(examined.settings), [*head, *middle, *bits, *bits], merge, fault
+        axes, f"{optimizer}.step", _Options(examined.settings), [*head, *middle, *bits, *bits], merge, examined.fault
     )
     has = [bool(known[after + at // _BITS] >> at % _BITS & 1) for at in range(len(present))]
     where = ", ".join(f"rank {rank} of {axis.size}" for axis, rank in zip(axes, known[2 : len(head)], strict=True))
@@ -193,19 +198,19 @@ def compare_gradients(optimizer: str, examined: Examined, axes: Sequence[Axis], 
     return Findings(has, words and words + (f" on {where}" if where else ""), bool(known[0]))
 
 
-def _find_sparse(optimizer: str, grads: Sequence[Tensor | None], names: Sequence[str], rank: int) -> Exception | None:
-    for grad, name in zip(grads, names, strict=True):
+def find_sparse(optimizer: str, examined: Examined, rank: int) -> Exception | None:
+    """Whether a gradient is sparse."""
+    for grad, name in zip(examined.grads, examined.names, strict=True):
         if grad is not None and grad.layout != torch.strided:
             return TypeError(f"{optimizer}: the gradient of {name} is {grad.layout}, not dense (rank {rank})")
     return None
 
 
-def _first_nonfinite(grads: Sequence[Tensor | None]) -> int:
+def first_nonfinite(grads: Sequence[tuple[int, Tensor]]) -> int:
     """1 + the index of the first gradient that is not finite; 0 if there is none."""
-    there = [(index, grad) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
-    if is_finite(*(grad for _, grad in there)):
+    if is_finite(*(grad for _, grad in grads)):
         return 0
-    return next(1 + index for index, grad in there if not is_finite(grad))
+    return next(1 + index for index, grad in grads if not is_finite(grad))
 
 
 def _refuse_missing(
@@ -232,14 +237,13 @@ def _refuse_different(optimizer: str, axis: Axis, column: tuple[int, ...]) -> No
 
 
 def compare_weights(
-    label: str, names: Sequence[str], parameters: Sequence[Tensor], over: Sequence[list[Axis]], axes: Sequence[Axis]
+    label: str, names: Sequence[str], digests: Sequence[int], over: Sequence[list[Axis]], axes: Sequence[Axis]
 ) -> None:
-    """Raise on every rank if parameter i differs between the ranks of an axis in ``over[i]``.
+    """Raise on every rank if a parameter differs between the ranks of an axis in ``over[i]``, the i-th of ``names``.
 
-    The digest of each that is asked about, 8 bytes, is gathered along one axis after the other.
+    The digest of each, 8 bytes, is gathered along one axis after the other.
     """
-    asked = [at for at, some in enumerate(over) if some]
-    if not asked:
+    if not digests:
         return
 
     def merge(axis: Axis, rows: list[tuple[int, ...]]) -> list[int]:
@@ -247,25 +251,24 @@ def compare_weights(
         for place, column in enumerate(zip(*rows, strict=True)):
             if len(set(column)) == 1:
                 continue
-            if any(one.counter is axis.counter for one in over[asked[place]]):
+            if any(one.counter is axis.counter for one in over[place]):
                 other = [rank for rank, digest in enumerate(column) if digest != column[0]]
                 raise ValueError(
-                    f"{label}: {names[asked[place]]} has other weights on {name_ranks(other)} of {len(column)} than on "
+                    f"{label}: {names[place]} has other weights on {name_ranks(other)} of {len(column)} than on "
                     f"rank 0; make the model the same on all ranks, or call weft.broadcast_parameters(model, "
                     f"group=...) before the first step"
                 )
             found[place] = zlib.crc32(repr(column).encode())  # shards, whose replicas on the next axis have the same
         return found
 
-    digests = [digest_of(local_of(parameters[at])) for at in asked]
-    gather_verdict(axes, f"{label}.weights", _Options(len(asked)), digests, merge)
+    gather_verdict(axes, f"{label}.weights", _Options(len(digests)), digests, merge)
 
 
 @torch.no_grad()
-def digest_of(tensor: Tensor) -> int:
-    """63 bits of a tensor's bits and their order. Sums of integers: the same on every device.
+def digest_of(tensor: Tensor) -> Tensor:
+    """63 bits of a tensor's bits and their order, where it is. Sums of integers: the same on every device.
 
-    >>> digest_of(torch.tensor([1.0, 2.0])) == digest_of(torch.tensor([2.0, 1.0]))
+    >>> bool(digest_of(torch.tensor([1.0, 2.0])) == digest_of(torch.tensor([2.0, 1.0])))
     False
     """
     flat = tensor.detach().reshape(-1)
@@ -275,4 +278,4 @@ def digest_of(tensor: Tensor) -> int:
         place = torch.arange(start, start + len(bits), device=flat.device)
         mixed = (bits + 0x9E3779B97F4A7C1) * (place * 0x5851F42D4C957F2D + 1)
         total += (mixed ^ (mixed >> 29)).sum()
-    return int(total) >> 1
+    return total >> 1

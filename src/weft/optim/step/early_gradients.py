@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from weft.comm.device import Written
 from weft.optim.step.compare import names_of, parameters_of
 from weft.optim.step.part import StepPart
 from weft.optim.step.run import StepRun, Unit
@@ -33,6 +34,7 @@ class EarlyGradients:
         self._unit_of: dict[Tensor, int] = {}
         self._run: StepRun | None = None
         self._missing: list[set[Tensor]] = []  # of each unit
+        self._written: list[list[Written]] = []  # the gradients of each: a backward may use several streams
         self._next = 0  # the unit that leaves next
         self._sent: dict[Tensor, tuple[Tensor | None, int]] = {}
         self._paused = False
@@ -44,9 +46,10 @@ class EarlyGradients:
         self._unit_of = {
             p: place for place, unit in enumerate(self._scatter) for p in unit.part.buckets()[unit.bucket]
         }  # fmt: skip
-        self._missing = [set() for _ in self._scatter]
+        self._missing, self._written = [set() for _ in self._scatter], [[] for _ in self._scatter]
         for parameter in self._expected:
-            if not hasattr(parameter, "row_table"):  # those leave by themselves
+            # Those of tables leave by themselves; what has no elements may be in no bucket.
+            if not hasattr(parameter, "row_table") and parameter in self._unit_of:
                 self._missing[self._unit_of[parameter]].add(parameter)
                 self._watch(parameter)
 
@@ -83,6 +86,8 @@ class EarlyGradients:
         if place < self._next:
             return  # it has left: `find_fault` says so
         self._missing[place].discard(parameter)
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            self._written[place].append(Written(local_of(parameter.grad)))
         while self._next < len(self._scatter) and not self._missing[self._next]:
             self._leave()
 
@@ -95,6 +100,8 @@ class EarlyGradients:
     def _leave(self) -> None:
         run = self._begin()
         unit = self._scatter[self._next]
+        for written in self._written[self._next]:
+            written.read_here()
         for parameter in unit.part.buckets()[unit.bucket]:
             grad = None if parameter.grad is None else local_of(parameter.grad)
             self._sent[parameter] = grad, 0 if grad is None else grad._version

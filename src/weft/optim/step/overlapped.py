@@ -104,13 +104,14 @@ class OverlappedStep(torch.optim.Optimizer):
             with run.record.stepping():
                 if self._early is None:
                     self._expected = run.start(found_inf)
-                    self.norm = run.work(grad_scale)
+                    run.work(grad_scale)
                 else:
                     scaler = None if found_inf is None else "unscaled" if grad_scale is None else "looked"
                     fault = self._early.find_fault(self.parts, scaler, self._rank)
-                    self._expected, self.norm = run.work_on_sent(sent, grad_scale, found_inf, fault)
+                    self._expected = run.work_on_sent(sent, grad_scale, found_inf, fault)
                 run.finish()
         finally:
+            self.norm = run.norm
             self._arm()
         return loss
 

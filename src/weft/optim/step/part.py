@@ -14,6 +14,7 @@ from weft.comm.arguments import at, find_choice_fault, find_number_fault, read, 
 from weft.comm.ledger import Event
 from weft.optim.step.compare import Examined, is_lost, names_of, parameters_of
 from weft.optim.step.run import StepRun, Unit
+from weft.optim.step.verdict import Verdict
 from weft.parallel.dtensor import local_of
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class StepPart(torch.optim.Optimizer):
     present: Collection[Tensor] = ()  # parameters with gradients, in the step under way
     failed = 0  # 1 + the number of a parameter whose work could not be done
     error: Exception | None = None  # what the work raised that nobody had expected
+    verdict = Verdict()  # of the step under way: what is on a device and decides about it
     compares_weights = True  # in the next step: whether ranks have the same of what is replicated
     _run: StepRun | None = None  # the step under way
     _next = "start"  # what may be called
@@ -100,8 +102,8 @@ class StepPart(torch.optim.Optimizer):
         self._expect("work")
         self._next = "start"  # should the work fail
         assert self._run is not None
-        self.norm = self._run.work(getattr(self, "grad_scale", None))
-        self._next = "finish"
+        self._run.work(getattr(self, "grad_scale", None))
+        self.norm, self._next = self._run.norm, "finish"
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -110,7 +112,10 @@ class StepPart(torch.optim.Optimizer):
         self._next = "start"
         assert self._run is not None
         run, self._run = self._run, None
-        run.finish()
+        try:
+            run.finish()
+        finally:
+            self.norm = run.norm
 
     def _expect(self, what: str) -> None:
         if what == self._next:
@@ -203,8 +208,12 @@ class StepPart(torch.optim.Optimizer):
     def work_ahead(self, bucket: int) -> None:
         """Work that does not depend on the scale of gradients, while the norm travels."""
 
-    def work_on(self, bucket: int, scale: float) -> None:
-        """Work on the gradients of a bucket, multiplied by ``scale``, and start results on their way."""
+    def work_on(self, bucket: int, scale: float | Tensor) -> None:
+        """Work on the gradients of a bucket, multiplied by ``scale``, and start results on their way.
+
+        On a device ``scale`` may be an fp64 scalar there, and what is found there is told to ``verdict``: the host must
+        not wait.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no work_on")
 
     def commit(self, accepted: bool) -> None:

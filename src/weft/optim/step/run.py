@@ -13,11 +13,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, Pending
+from weft.comm import Axis
 from weft.comm.arguments import read
+from weft.comm.device import runs_behind
 from weft.comm.function import outside_autocast
-from weft.optim.step.compare import Examined, compare_gradients, compare_weights, gather_verdict, is_lost, parameters_of
+from weft.optim.step.compare import (
+    Examined,
+    Findings,
+    Seen,
+    compare_gradients,
+    compare_weights,
+    find_sparse,
+    gather_verdict,
+    is_lost,
+    parameters_of,
+)
+from weft.optim.step.norm import GlobalNorm
 from weft.optim.step.record import AGREEING, StepRecord
+from weft.optim.step.verdict import Verdict, device_of, digest_weights, look
 
 if TYPE_CHECKING:
     from weft.optim.step.part import StepPart
@@ -27,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Options:
-    """What the ranks must have in common: how many parameters a verdict is about, or how many sums make the norm."""
+    """What the ranks must have in common: how many parameters a verdict is about."""
 
     count: int
 
@@ -56,7 +69,7 @@ class StepRun:
     | crosses ranks | what                                                           | when                          |
     |---------------|----------------------------------------------------------------|-------------------------------|
     | integers      | who has which gradients, settings, faults                      | `start`; `work_on_sent`       |
-    | integers      | digests of replicated weights, in the first step               | `start`; `work_on_sent`       |
+    | integers      | which are finite; digests of replicated weights, at first      | there; on a device: `finish`  |
     | gradients     | as the parts send them, in the order of ``units``              | `start`, or before it         |
     | scalars       | squared norms, with ``clip``                                   | `work`, under ``work_ahead``  |
     | results       | as the parts return them, in the order of ``units``            | `work`                        |
@@ -75,15 +88,20 @@ class StepRun:
         self._reason: str | None = None  # why nothing will be changed
         self._skips = False  # whether nothing is worked on: a gradient is not finite
         self._begun = False  # whether parts have something to commit
-        self._names: list[str] = []  # of all parts' parameters
-        self._part_of: list[StepPart] = []
+        self._examined = Examined([], [], [], [])  # of all parts
+        self._part_of: list[StepPart] = []  # for each of its parameters
+        self._device = device_of([p for part in parts.values() for p in parameters_of(part)])
+        self._found_inf: Tensor | None = None
+        self._verdict = Verdict()
+        self.norm: float | None = None  # of all gradients, if they are clipped; on a device known in `finish`
         self.record = StepRecord(self._axes[0].wire.clock if self._axes else time.perf_counter, self._rank)
 
     @outside_autocast()
     def begin(self, present: Sequence[Tensor]) -> None:
         """Let all parts begin a step in which these parameters have gradients."""
-        self._begun = True
+        self._begun, self._verdict = True, Verdict()
         for part in self._parts.values():
+            part.verdict = self._verdict
             part.begin(set(present) & set(parameters_of(part)))
 
     @outside_autocast()
@@ -95,29 +113,55 @@ class StepRun:
 
     @outside_autocast()
     def compare(self, found_inf: Tensor | None = None, fault: Exception | None = None) -> list[Tensor]:
-        """The parameters that have gradients, the same on every rank; or what is wrong is raised on all of them."""
+        """The parameters that have gradients, the same on every rank; or what is wrong is raised on all of them.
+
+        On a device nobody looks at the gradients themselves yet: see `_look_behind`.
+        """
         with self.record.doing(AGREEING, "examine"):
             found = {name: self._examine(part) for name, part in self._parts.items()}
-            joined = Examined.join(found, (self._clip, self._on_nonfinite), fault)
-        self._names = joined.names
-        self._part_of = [part for name, part in self._parts.items() for _ in found[name].names]
+            self._examined = joined = Examined.join(found, (self._clip, self._on_nonfinite), fault)
+            joined.fault = joined.fault or find_sparse(self._label, joined, self._rank)
+            self._part_of = [part for name, part in self._parts.items() for _ in found[name].names]
+            self._found_inf = found_inf
+            seen = None if runs_behind(self._device) else look(joined, self._axes, found_inf, self._verdict)
+        findings = self._judge(seen)
+        return [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
+
+    def _judge(self, seen: Seen | None, digests: Sequence[int] | None = None) -> Findings:
+        """Compare over the ranks what was found on this one, which lets the step go on or not, or raises."""
         try:
             with self.record.doing(AGREEING):
-                has_inf = bool(found_inf is not None and found_inf > 0)
-                findings = compare_gradients(self._label, joined, self._axes, found_inf=has_inf)
-                over = [
-                    [axis for axis in part.replicated_over(p) if axis.size > 1] if part.compares_weights else []
-                    for p, part in zip(joined.parameters, self._part_of, strict=True)
-                ]
-                compare_weights(self._label, joined.names, joined.parameters, over, self._axes)
+                findings = compare_gradients(self._label, self._examined, self._axes, seen)
+                if seen is not None:
+                    asked, over = self._find_compared()
+                    if digests is None:
+                        digests = digest_weights(self._examined.parameters, asked, self._verdict)
+                    names = [self._examined.names[at] for at in asked]
+                    compare_weights(self._label, names, digests, over, self._axes)
+                    for part in self._parts.values():  # once, until it has loaded a state or got parameters
+                        part.compares_weights = False
         except BaseException:
             self.drop()
             raise
-        for part in self._parts.values():  # once, until it has loaded a state or got parameters
-            part.compares_weights = False
         self._skips = findings.found_inf or findings.nonfinite is not None
         self._reason = None if findings.found_inf else findings.nonfinite or self._reason
-        return [p for p, has in zip(joined.parameters, findings.present, strict=True) if has]
+        return findings
+
+    def _find_compared(self) -> tuple[list[int], list[list[Axis]]]:
+        """The parameters whose weights are compared in this step, and the axes over which each must be the same."""
+        over = [
+            [axis for axis in part.replicated_over(p) if axis.size > 1] if part.compares_weights else []
+            for p, part in zip(self._examined.parameters, self._part_of, strict=True)
+        ]
+        return [at for at, some in enumerate(over) if some], [some for some in over if some]
+
+    def _look_behind(self) -> None:
+        """All work is issued: let the host read what the device knows, in one go, and compare it over the ranks."""
+        with self.record.doing(AGREEING, "verdict"):
+            seen = look(self._examined, self._axes, self._found_inf, self._verdict)
+            digests = digest_weights(self._examined.parameters, self._find_compared()[0], self._verdict)
+            self._verdict.read()
+        self._judge(seen, digests)
 
     def _examine(self, part: StepPart) -> Examined:
         """What a part has; where it cannot say that, why not."""
@@ -138,43 +182,51 @@ class StepRun:
 
     def work_on_sent(
         self, sent: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None, fault: Exception | None
-    ) -> tuple[list[Tensor], float | None]:
+    ) -> list[Tensor]:
         """For gradients that left before the step, those of ``sent``: work first, compare then; nothing waits for that.
 
         What ranks compare would stand behind the gradients on the way. All have sent the same, with zeros for what was
         missing. If other parameters have gradients, on all ranks, the work was in vain and is done again.
         """
-        norm = self.work(grad_scale)
+        self.work(grad_scale)
         present = self.compare(found_inf, fault)
         if not self._skips and {id(p) for p in sent} != {id(p) for p in present}:
             self.drop()
             self._reason = None
             self.begin(present)
             self.send(self._units)
-            norm = self.work(grad_scale)
-        return present, norm
+            self.work(grad_scale)
+        return present
 
     @outside_autocast()
-    def work(self, grad_scale: Tensor | None) -> float | None:
-        """Work on all units; the norm of all gradients, if they are clipped.
-
-        ``grad_scale``: what gradients were multiplied by.
-        """
+    def work(self, grad_scale: Tensor | None) -> None:
+        """Work on all units, clipped if that is asked for. ``grad_scale``: what gradients were multiplied by."""
         if self._skips:
-            return None
+            return
         for unit in self._units:
             self.record.of(unit.name).events += unit.part.sent_before(unit.bucket)
-        scale, norm = 1.0 if grad_scale is None else 1.0 / float(grad_scale), None
+        scale: float | Tensor = 1.0
+        if grad_scale is not None:
+            scale = 1.0 / (grad_scale.double() if runs_behind(grad_scale.device) else float(grad_scale))
         if self._clip is not None:
-            norm = scale * self._find_norm()
-            if not math.isfinite(norm):  # the same on every rank; a part may know more about why
-                self._reason = f"the norm of the gradients is {norm}"
-                return norm
-            scale *= min(1.0, self._clip / (norm + 1e-6))
+            norm = scale * GlobalNorm(self._label, self._units, self._axes, self._device, self.record).find()
+            share = torch.clamp(self._clip / (norm + 1e-6), max=1.0)
+            if runs_behind(self._device):
+                self._verdict.note(norm, self._take_norm)
+                scale = scale * torch.where(norm.isfinite(), share, 0.0)  # else the step is dropped
+            else:
+                self._take_norm(norm)
+                if self._reason is not None:
+                    return
+                scale *= float(share)
         self._work_in_order(scale)
-        return norm
 
-    def _work_in_order(self, scale: float) -> None:
+    def _take_norm(self, norm: Tensor) -> None:
+        self.norm = float(norm)
+        if not math.isfinite(self.norm):  # the same on every rank; a part may know more about why
+            self._reason = f"the norm of the gradients is {self.norm}"
+
+    def _work_in_order(self, scale: float | Tensor) -> None:
         """Messages of several hops are moved on: the next unit's gradients, the last one's results.
 
         What the work on one raises is noted, and the others are worked on all the same: ranks wait for their results.
@@ -195,12 +247,14 @@ class StepRun:
     @outside_autocast()
     def finish(self) -> None:
         """Gather whether all ranks' work succeeded, and take what comes back; or raise, or log, why it is dropped."""
+        if not self._skips and runs_behind(self._device):
+            self._look_behind()
         if not self._skips:
             failed, fault = self._find_failure()
             try:
                 with self.record.doing(AGREEING):
                     failed = gather_verdict(
-                        self._axes, f"{self._label}.finish", _Options(len(self._names)), [failed],
+                        self._axes, f"{self._label}.finish", _Options(len(self._examined.names)), [failed],
                         lambda axis, rows: list(next((row for row in rows if row[0]), rows[0])), fault,
                     )[0]  # fmt: skip
             except RuntimeError as error:
@@ -208,7 +262,7 @@ class StepRun:
                     self.drop()
                 raise
             if failed:
-                self._reason = self._part_of[failed - 1].explain_failure(self._names[failed - 1])
+                self._reason = self._part_of[failed - 1].explain_failure(self._examined.names[failed - 1])
         self._commit(self._reason is None and not self._skips)
         if self._reason is not None:
             words = f"{self._label}: {self._reason}; weights and state are as before"
@@ -223,7 +277,7 @@ class StepRun:
             number = before + part.failed if part.failed else 0
             first = first or number
             if part.error is not None and fault is None:
-                what = f"on {self._names[number - 1]}" if number else f"of {name}"
+                what = f"on {self._examined.names[number - 1]}" if number else f"of {name}"
                 fault = RuntimeError(
                     f"{self._label}: the work {what} raised {type(part.error).__name__}: {part.error} (rank "
                     f"{self._rank}); weights and state are as before"
@@ -243,55 +297,3 @@ class StepRun:
     def drop(self) -> None:
         """Wait for what is under way and forget it."""
         self._commit(False)
-
-    def _find_norm(self) -> float:
-        """The norm of the gradients of all units, which arrive here: every element once, the same bits on all ranks.
-
-        Squares of units that lie on the same axes are one sum. It is summed along those, in rank order. On the others
-        its ranks have the same, so once it is whole the first rank's is taken. The first scalars travel while the parts
-        do what does not depend on them.
-        """
-        kinds: list[frozenset[int]] = []  # the axes of each sum
-        squares: list[Tensor] = []
-        nothing = torch.tensor(math.nan, dtype=torch.float64)  # where it cannot be computed: no rank works on anything
-        for unit in self._units:
-            part, bucket = unit.part, unit.bucket
-            self._advance(unit)
-            with self.record.doing(unit.name, f"norm: {unit.name}.{bucket}"):
-                kind = frozenset(id(axis.counter) for axis in part.norm_axes(bucket) if axis.size > 1)
-                if kind not in kinds:
-                    kinds.append(kind)
-                    squares.append(torch.zeros((), dtype=torch.float64))
-                square = part.attempt(None, partial(part.squared_norm, bucket), lambda: nothing)
-                squares[kinds.index(kind)] += square.cpu()
-        mine = torch.stack(squares) if squares else torch.zeros(1, dtype=torch.float64)
-        done: set[int] = set()
-        later: list[Axis] = []
-        for place, axis in enumerate(self._axes):
-            coming = self._share(axis, mine)
-            for unit in self._units if place == 0 else ():
-                with self.record.doing(unit.name, f"work ahead: {unit.name}.{unit.bucket}"):
-                    unit.part.attempt(None, partial(unit.part.work_ahead, unit.bucket), lambda: None)
-            with self.record.doing(AGREEING):
-                every = coming.wait()
-            own, done = id(axis.counter), {*done, id(axis.counter)}
-            if any(own not in kind and not kind <= done for kind in kinds):
-                later.append(axis)  # some sum is not whole yet, and may differ in its last bits between these ranks
-            for at, kind in enumerate(kinds):
-                if own in kind:
-                    mine[at] = sum((row[at] for row in every[1:]), start=every[0][at])
-                elif kind <= done:
-                    mine[at] = every[0][at]
-        total = mine.sum().sqrt().view(1)
-        for axis in later:
-            coming = self._share(axis, total)
-            with self.record.doing(AGREEING):
-                total = coming.wait()[0]
-        return float(total)
-
-    def _share(self, axis: Axis, mine: Tensor) -> Pending[list[Tensor]]:
-        """Everybody's ``mine``, gathered on the host side: it decides there what is done."""
-        with self.record.doing(AGREEING):
-            numbers = mine.view(torch.int64).tolist()
-            call = axis.begin(f"{self._label}.norm", _Options(len(mine)), metadata=numbers)
-        return Pending(lambda: [torch.tensor(row).view(torch.float64) for row in call.metadata.wait()])

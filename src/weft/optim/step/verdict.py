@@ -1,0 +1,117 @@
+"""What decides about a step and lies on a device: the host reads it once, after all work has been issued.
+
+On the CPU gradients are looked through before anything is sent. On a device that would make the host wait for the
+backward, so there a step is worked on in any case, and whether its numbers are finite is known before it is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.comm.device import runs_behind, start_copy_to_host
+from weft.optim.step.compare import Examined, Seen, digest_of, first_nonfinite, is_finite
+from weft.parallel.dtensor import local_of
+
+
+class Verdict:
+    """Small tensors of a step under way, and who is told their values."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+
+    def note(self, value: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Let ``take`` have ``value``, of bool, int64 or float64, as a flat tensor on the CPU, when it is read."""
+        self._noted.append((value.detach().reshape(-1), take))
+
+    def are_finite(self, tensors: Sequence[Tensor], fail: Callable[[], None]) -> bool | Tensor:
+        """Whether all elements are; ``fail`` is called if not. On a device that is not known yet: a bool tensor."""
+        if not runs_behind(tensors[0].device):
+            if not (found := is_finite(*tensors)):
+                fail()
+            return found
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if not filled:
+            return True
+        fine = _each_finite(filled).all()
+        self.note(fine, lambda value: None if bool(value) else fail())
+        return fine
+
+    def read(self) -> None:
+        """Give all values to those who asked: one copy to the host, and one wait."""
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        bits = torch.cat([value.view(torch.int64) if value.is_floating_point() else value for value, _ in noted])
+        values = start_copy_to_host(bits.to(torch.int64)).wait().split([len(value) for value, _ in noted])
+        for (asked, take), value in zip(noted, values, strict=True):
+            take(value.view(torch.float64) if asked.is_floating_point() else value)
+
+
+def device_of(parameters: Sequence[Tensor]) -> torch.device:
+    """Where a step's numbers are: on the device of its parameters that runs behind the host, if there is one."""
+    found = (parameter.device for parameter in parameters if runs_behind(parameter.device))
+    return next(found, torch.device("cpu"))
+
+
+def look(examined: Examined, axes: Sequence[Axis], found_inf: Tensor | None, verdict: Verdict) -> Seen:
+    """What the elements of this rank's gradients are; of those on a device, once ``verdict`` has been read."""
+    seen = Seen(norms=[0.0] * len(examined.alike_over(axes)))
+
+    def take_found_inf(value: Tensor) -> None:
+        seen.found_inf = bool((value > 0).any())
+
+    def take_norm(place: int, value: Tensor) -> None:
+        seen.norms[place] = float(value)
+
+    if found_inf is not None:
+        _take(verdict, found_inf.double(), take_found_inf)
+    if examined.fault is not None:
+        return seen
+    there = [(index, grad) for index, grad in enumerate(examined.grads) if grad is not None and grad.numel()]
+    behind = [(index, grad) for index, grad in there if runs_behind(grad.device)]
+    seen.nonfinite = first_nonfinite([(index, grad) for index, grad in there if not runs_behind(grad.device)])
+
+    def take_flags(flags: Tensor) -> None:
+        first = next((1 + index for (index, _), fine in zip(behind, flags.tolist(), strict=True) if not fine), 0)
+        seen.nonfinite = min(filter(None, (seen.nonfinite, first)), default=0)
+
+    if behind:
+        verdict.note(_each_finite([grad for _, grad in behind]), take_flags)
+    for place, axis in enumerate(examined.alike_over(axes)):
+        grads = [grad for grad, one in zip(examined.grads, examined.alike, strict=True)
+                 if one is axis and grad is not None and grad.numel()]  # fmt: skip
+        if grads:
+            norm = torch.nn.utils.get_total_norm(grads).double()
+            _take(verdict, norm, lambda value, place=place: take_norm(place, value))  # type: ignore[misc]
+    return seen
+
+
+def digest_weights(parameters: Sequence[Tensor], asked: Sequence[int], verdict: Verdict) -> list[int]:
+    """The digests of the parameters with these indices; of those on a device, once ``verdict`` has been read."""
+    digests = [0] * len(asked)
+
+    def take(place: int, value: Tensor) -> None:
+        digests[place] = int(value)
+
+    for place, at in enumerate(asked):
+        digest = digest_of(local_of(parameters[at]))
+        _take(verdict, digest, lambda value, place=place: take(place, value))  # type: ignore[misc]
+    return digests
+
+
+def _take(verdict: Verdict, value: Tensor, take: Callable[[Tensor], None]) -> None:
+    """At once, if it is on the host."""
+    if runs_behind(value.device):
+        verdict.note(value, take)
+    else:
+        take(value)
+
+
+def _each_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """``[n]``: whether all elements of each are, on their device. The largest of a NaN and anything is NaN."""
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()
