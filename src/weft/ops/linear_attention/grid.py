@@ -9,6 +9,7 @@ the recurrence over chunks touches one contiguous block.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.comm.device import copy_to_device, runs_behind
 from weft.comm.function import ordinary, tensors_are_real
 
 # Elements of one tile buffer. Around 1 MB in fp32: small enough for the cache, large enough to hide Python.
@@ -69,7 +71,8 @@ class Grid:
         self.lengths = lengths
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.device = q.device
-        self._memory = _memory if tensors_are_real() else _Memory()
+        # A device's allocator keeps memory by itself, for each stream.
+        self._memory = _memory if tensors_are_real() and not runs_behind(q.device) else _Memory()
         # Short documents would be mostly padding in a full chunk.
         # Gates halve the chunk down to single tokens, so it is a power of two.
         self.chunk = 1 << min(chunk_size.bit_length() - 1, max(max(lengths, default=0) - 1, 0).bit_length())
@@ -81,6 +84,11 @@ class Grid:
         self.owner = [s for s, count in enumerate(counts) for _ in range(count)]  # the segment of a chunk
         self.chunks = len(self.owner)
         self.aligned = self.chunks * self.chunk == self.tokens
+
+    @functools.cached_property
+    def _owners(self) -> Tensor:
+        """`owner`, where the states are."""
+        return copy_to_device(torch.tensor(self.owner), self.device)
 
     @property
     def tiles(self) -> list[Tile]:
@@ -216,7 +224,7 @@ class Grid:
         if late is None:
             return
         late = late[:, tile.b]
-        late = late.expand(tile.shape[0], -1, -1, -1, -1) if len(self.spans) == 1 else late[self.owner[tile.m]]
+        late = late.expand(tile.shape[0], -1, -1, -1, -1) if len(self.spans) == 1 else late[self._owners[tile.m]]
         mine = states[tile.m.start + shift : tile.m.stop + shift, tile.b]
         _accumulate(mine, late, None if decay is None else decay[tile.m, tile.b])
 
