@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm import ledger
+from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.comm.function import outside_modes
 from weft.comm.ledger import Event
 from weft.ops.embedding import RowTable
@@ -30,6 +31,7 @@ class RowState:
     """The optimizer's part of one table: moments, and up to which step each own row is up to date.
 
     ``state`` is what the optimizer has of the weight, ``shard`` what it steps in place. It is `RowTable.deferred`.
+    Which rows are behind, and how far, is known to the host: a step does not wait for a device.
     """
 
     def __init__(self, optimizer: Optimizer, table: RowTable, costs: Costs) -> None:
@@ -39,7 +41,7 @@ class RowState:
         self.moments = first, second
         self.state = {"step": first_count(), "exp_avg": first, "exp_avg_sq": second}
         optimizer.state[table.weight] = self.state
-        self.last = torch.empty(count, dtype=torch.int32, device=device)
+        self.last = torch.empty(count, dtype=torch.int32, device="cpu")
         self.shard = Shard(table.shard, first, second)
         self.copies_memory = [ScratchMemory() for _ in range(3)]  # of a step that may yet be dropped
         self.begin(0)
@@ -56,7 +58,8 @@ class RowState:
         """All rows are up to date at ``step``: from here on everything follows from weights and moments alone."""
         with outside_modes(self.table.weight):
             self.last.fill_(step)
-            self.at_rest = (self.moments[0] == 0).all(1)  # such a row does not move by itself
+            still = (self.moments[0] == 0).all(1)  # such a row does not move by itself
+            self.at_rest = start_copy_to_host(still).wait()
             group = self.group
             self.history = StepHistory(step, tuple(group["betas"]), group["eps"], self.table.wide)
 
@@ -155,7 +158,7 @@ class RowState:
         if history.horizon is None:
             return places[:0]
         faded = moving + (history.now - last[moving - current :] > history.horizon).nonzero().view(-1)
-        shard.exp_avg[faded if copies else places[faded]] = 0
+        shard.exp_avg.index_fill_(0, copy_to_device(faded if copies else places[faded], shard.exp_avg.device), 0)
         return places[faded]
 
     def moves_without_gradient(self, places: Tensor) -> Tensor:
@@ -212,8 +215,7 @@ class RowUpdate:
             table = self._rows.table
             found = table.gradient()
             if found is None:  # it was expected, and did not come
-                none = torch.zeros(0, dtype=torch.int64, device=table.weight.device)
-                found = none, table.values[none]
+                found = torch.zeros(0, dtype=torch.int64, device="cpu"), table.values[:0]
             self._gradient = found[0], found[1].to(table.wide)
         return self._gradient
 
@@ -256,8 +258,9 @@ class RowUpdate:
         self._order, counts = rows.sort(places)
         places = places[self._order]
         rows.shard.weight = rows.table.shard
+        there = copy_to_device(places, rows.shard.weight.device)
         weight, exp_avg, exp_avg_sq = (
-            torch.index_select(x, 0, places, out=memory.take(len(places), x.shape[1], x.dtype, x.device))
+            torch.index_select(x, 0, there, out=memory.take(len(places), x.shape[1], x.dtype, x.device))
             for memory, x in zip(rows.copies_memory, rows.shard.tensors, strict=True)
         )
         self._copies = rows.shard.of_copies(weight, exp_avg, exp_avg_sq)
@@ -282,7 +285,8 @@ class RowUpdate:
         rows, places = self._rows, self.gradient[0][self._order]
         with rows.table.writing():
             rows.shard.weight = rows.table.shard
+            there = copy_to_device(places, rows.shard.weight.device)
             for target, copy in zip(rows.shard.tensors, self._copies.tensors, strict=True):
-                target.index_copy_(0, places, copy)
+                target.index_copy_(0, there, copy)
         rows.stepped(self._group, self._number, places)
         rows.table.pushes.events.clear()
