@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
@@ -54,7 +54,7 @@ def test_lazy_is_its_definition(decay: float) -> None:
     torch.testing.assert_close(table.weight.detach(), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("betas", [(0.5, 0.0), (0.0, 0.0), (0.5, 1e-30)])
 def test_a_second_beta_of_nothing_is_that_of_torch(betas: tuple[float, float]) -> None:
     batches = [[1, 2], [3], [3], [3], [8], [3], [1, 2, 8]]
@@ -221,7 +221,7 @@ def test_state_dict_round_trips_between_sizes_and_torch(mode: str) -> None:
 
     def begin(axis: weft.Axis, saved: tuple[dict, dict] | None) -> tuple[weft.ShardedEmbedding, optim.RowAdam]:
         torch.manual_seed(0)
-        table = weft.ShardedEmbedding(9, 3, dtype=torch.float64, group=axis)
+        table = place(weft.ShardedEmbedding(9, 3, dtype=torch.float64, group=axis))
         optimizer = optim.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode=mode)
         if saved is not None:
             table.load_state_dict(saved[0])
@@ -345,7 +345,7 @@ def test_state_is_there_before_the_first_step() -> None:
 def test_more_ranks_than_rows() -> None:
     def program(axis: weft.Axis) -> Tensor:
         torch.manual_seed(0)
-        table = weft.ShardedEmbedding(2, 3, dtype=torch.float64, group=axis)
+        table = place(weft.ShardedEmbedding(2, 3, dtype=torch.float64, group=axis))
         optimizer = optim.RowAdam(table.parameters(), lr=0.05, weight_decay=0.1, mode="auto")
         for step in range(5):
             backward(table, [step % 2], step)

@@ -85,8 +85,12 @@ class StreamLane:
     def start(self, schedule: Callable[[], T], buffers: Sequence[Tensor]) -> Pending[T]:
         """Run ``schedule`` behind what the caller has issued. ``buffers``: memory of the caller's that it uses."""
         self._stream.wait_stream(self._module.current_stream(self._stream.device))
-        with without_gradients(), self._module.stream(self._stream):
-            value = schedule()
+        try:
+            with without_gradients(), self._module.stream(self._stream):
+                value = schedule()
+        except BaseException:
+            Transfer(self._stream, None, buffers)  # dropped at once: what has been issued may still use them
+            raise
         return Pending(Transfer(self._stream, value, buffers).hand_over)
 
 
@@ -105,6 +109,8 @@ def start_copy_to_host(tensor: Tensor) -> Pending[Tensor]:
     """
     if not runs_behind(tensor.device):
         return Pending(lambda: tensor)
+    if not tensor.numel():
+        return Pending(lambda: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     copy.copy_(tensor.detach(), non_blocking=True)
     done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft.world.launch import ProcessWorld
@@ -27,7 +27,7 @@ class Pair:
     def __init__(self, axis: weft.Axis | None = None, steps: int = 8, **options) -> None:
         torch.manual_seed(0)
         self.plain = nn.Embedding(ROWS, WIDTH, dtype=torch.float64)
-        self.table = weft.ShardedEmbedding.from_embedding(self.plain, group=axis)
+        self.table = place(weft.ShardedEmbedding.from_embedding(self.plain, group=axis))
         self.rows = weft.optim.RowAdam(self.table.parameters(), lr=0.1, **options)
         self.dense = torch.optim.AdamW(self.plain.parameters(), lr=0.1, **{"weight_decay": 0.0, **options})
         self.train(range(steps))

@@ -12,7 +12,7 @@ from worlds import every, virtual_world
 import weft
 from weft.ops.sequence.layout import LAYOUTS, lay_out
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 def wrap(number: int) -> int:
@@ -64,7 +64,7 @@ def hash_on_ranks(
     def program(axis: weft.Axis) -> Tensor:
         runs = [run for run in lay_out(lengths, layout) if run.rank == axis.rank]
         mine = torch.cat([tokens[:, run.offset : run.offset + run.length] for run in runs], 1)
-        table = weft.BigramHashEmbedding(997, 1, group=axis)
+        table = place(weft.BigramHashEmbedding(997, 1, group=axis))
         how = {"layout": layout, "cu_seqlens": bounds}
         with torch.no_grad():
             table.table.shard.copy_(torch.arange(997.0)[axis.rank :: axis.size, None])

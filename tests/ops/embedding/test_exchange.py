@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft.ops.embedding import exchange as module
 from weft.ops.embedding.ids import OWNERSHIPS, Ownership, compact, segment_sum
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @pytest.mark.parametrize("kind", OWNERSHIPS)
@@ -102,7 +102,7 @@ def test_bytes_of_push_and_pull(size: int, dtype: torch.dtype) -> None:
     rows, width, count = 4000, 16, 600
 
     def program(axis: weft.Axis) -> dict[str, float]:
-        table = weft.ShardedEmbedding(rows, width, group=axis, dtype=dtype)
+        table = place(weft.ShardedEmbedding(rows, width, group=axis, dtype=dtype))
         ids = zipf(axis.rank, count, rows)
         needed = ids.unique()
         away = int((needed % size != axis.rank).sum())

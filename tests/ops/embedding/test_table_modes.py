@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 
@@ -36,7 +36,7 @@ def train(
 ) -> list[Tensor]:
     """12 steps; before each a validation within ``validate()``, and everything within ``around()``."""
     torch.manual_seed(0)
-    table = weft.ShardedEmbedding(ROWS, 3, group=axis, dtype=torch.float32, **options)
+    table = place(weft.ShardedEmbedding(ROWS, 3, group=axis, dtype=torch.float32, **options))
     rows = weft.optim.RowAdam(table.parameters(), lr=0.1, weight_decay=0.1)
     step = weft.optim.OverlappedStep([rows], clip=5.0) if kind == "overlapped" else rows
     seen = []

@@ -144,7 +144,7 @@ class RowTable:
             take()
 
     def gradient(self) -> tuple[Tensor, Tensor] | None:
-        """(places ``[M]``, rows ``[M, d]``) of the gradient that is here, if any; places of another's making are read."""
+        """(places ``[M]``, rows ``[M, d]``) of the gradient that is here, if any. Places that others made are read."""
         self._drop_forgotten()
         self.collect()
         grad = self.weight.grad

@@ -251,7 +251,7 @@ class RowUpdate:
 
     def copy_rows(self) -> None:
         """Copy the touched rows out and bring the copies up to date: needs their places, not their gradients."""
-        if self._copies is not None or not self.finite:
+        if self._copies is not None:
             return
         places, rows = self.gradient[0], self._rows
         rows.prepare(self._group)
@@ -270,8 +270,7 @@ class RowUpdate:
     def work(self, scale: float) -> None:
         """Adam on the copies, with gradients times ``scale``."""
         self.copy_rows()
-        if self._copies is None:
-            return
+        assert self._copies is not None
         grads = self.gradient[1] if scale == 1 else self.gradient[1] * scale
         step_rows(self._copies, slice(0, len(grads)), grads, self._numbers, self._order)
         self._worked = True
