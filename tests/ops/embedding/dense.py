@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-
 from worlds import place
 
 import weft

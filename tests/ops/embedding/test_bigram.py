@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from worlds import every, virtual_world
+from worlds import every, place, virtual_world
 
 import weft
 from weft.ops.sequence.layout import LAYOUTS, lay_out
@@ -69,12 +69,12 @@ def hash_on_ranks(
         with torch.no_grad():
             table.table.shard.copy_(torch.arange(997.0)[axis.rank :: axis.size, None])
             if given:
-                found = table(mine, sequence=weft.sequence(mine.shape[1], group=axis, **how))
+                found = table(place(mine), sequence=weft.sequence(mine.shape[1], group=axis, **how))
             else:
-                found = table(mine, context_group=axis, **how)
+                found = table(place(mine), context_group=axis, **how)
         whole = torch.zeros(tokens.shape)
         for run in runs:
-            whole[:, run.offset : run.offset + run.length] = found[:, run.start : run.start + run.length, 0]
+            whole[:, run.offset : run.offset + run.length] = found[:, run.start : run.start + run.length, 0].cpu()
         return whole
 
     return sum(virtual_world(3).run(program).results).int()

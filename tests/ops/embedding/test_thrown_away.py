@@ -72,9 +72,9 @@ def test_rows_of_a_batch_thrown_away_are_not_stepped(way: str, kind: str, size: 
     wanted = train(plain, torch.optim.Adam(plain.table.parameters(), lr=0.1), way, size, -1).detach()
 
     def program(axis: weft.Axis) -> Tensor:
-        table = place(weft.ShardedEmbedding(ROWS, 3, group=axis, dtype=torch.float64))
+        table = weft.ShardedEmbedding(ROWS, 3, group=axis, dtype=torch.float64)
         table.load_state_dict({"weight": start})
-        model = Model(table)
+        model = place(Model(table))
         rows = weft.optim.RowAdam(table.parameters(), lr=0.1)
         step = rows if kind == "rows" else weft.optim.OverlappedStep([rows])
         return train(model, step, way, size, axis.rank).detach()
