@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,8 +70,8 @@ def move(what: Any, device: str) -> Any:
         return what.to(device)
     if type(what) in (list, tuple):
         return type(what)(move(one, device) for one in what)
-    if type(what) is dict:
-        return {key: move(value, device) for key, value in what.items()}
+    if type(what) in (dict, OrderedDict):
+        return type(what)((key, move(value, device)) for key, value in what.items())
     return what
 
 

@@ -46,6 +46,20 @@ def test_buffers_of_a_lane_that_nobody_waits_for_are_safe_too() -> None:
     assert float(ones().sum()) == 64.0
 
 
+def test_buffers_of_a_lane_that_failed_are_safe_too() -> None:
+    lane = StreamLane(torch.device(SIM))
+    buffer = torch.empty(64, device=SIM)
+
+    def fail(buffer: torch.Tensor = buffer) -> None:
+        buffer.fill_(3.0)
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        lane.start(fail, [buffer])
+    del buffer, fail
+    assert float(ones().sum()) == 64.0
+
+
 def test_what_a_lane_made_is_not_handed_out_while_its_reader_uses_it() -> None:
     from weft.world.simulated import Stream
 

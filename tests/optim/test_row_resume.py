@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
@@ -28,8 +28,9 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         self.seed = 0 if alike else axis.rank  # whether all ranks have the same batches
-        self.table = weft.ShardedEmbedding(ROWS, WIDTH, group=axis, dtype=dtype)
-        self.head = torch.nn.Parameter(torch.randn(WIDTH, dtype=torch.promote_types(dtype, torch.float32)))
+        self.table = place(weft.ShardedEmbedding(ROWS, WIDTH, group=axis, dtype=dtype))
+        head = torch.randn(WIDTH, dtype=torch.promote_types(dtype, torch.float32))
+        self.head = torch.nn.Parameter(place(head))
         rows = optim.RowAdam(self.table.parameters(), lr=0.1, **options)
         self.optimizer: torch.optim.Optimizer = rows
         if kind == "overlapped":
@@ -79,6 +80,7 @@ KINDS = {
 }
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("kind", ["rows", "overlapped"])
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("size", [1, 3])
@@ -107,6 +109,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_saved(
         assert all(torch.equal(one, other) for one, other in zip(found, going_on[axis_rank][1], strict=True))
 
 
+@pytest.mark.usefixtures("every_network")
 def test_a_run_resumed_on_another_number_of_ranks_is_the_same_to_rounding() -> None:
     def run(axis: weft.Axis, saved: dict | None) -> tuple[dict, list[Tensor]]:
         training = Training(axis, "rows", torch.float64, alike=True)

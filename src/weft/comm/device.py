@@ -152,8 +152,12 @@ class StreamLane:
     def start(self, schedule: Callable[[], T], buffers: Sequence[Tensor]) -> Pending[T]:
         """Run ``schedule`` behind what the caller has issued. ``buffers``: memory of the caller's that it uses."""
         self._stream.wait_stream(self._module.current_stream(self._stream.device))
-        with without_gradients(), self._module.stream(self._stream):
-            value = schedule()
+        try:
+            with without_gradients(), self._module.stream(self._stream):
+                value = schedule()
+        except BaseException:
+            Transfer(self._stream, None, buffers)  # dropped at once: what has been issued may still use them
+            raise
         return Pending(Transfer(self._stream, value, buffers).hand_over)
 
 
@@ -172,7 +176,9 @@ def start_copy_to_host(tensor: Tensor) -> Pending[Tensor]:
     """
     if not runs_behind(tensor.device):
         return Pending(lambda: tensor)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if not tensor.numel():
+        return Pending(lambda: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     copy.copy_(tensor.detach(), non_blocking=True)
     done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
 
@@ -189,6 +195,21 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device or not runs_behind(device) or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def note_work(device: torch.device) -> Pending[None]:
+    """What the current stream has been given so far: ``wait()`` orders the stream that is current then after it."""
+    if not runs_behind(device):
+        return Pending(lambda: None)
+    module = torch.get_device_module(device)
+    done = module.current_stream(device).record_event()
+    return Pending(lambda: module.current_stream(device).wait_event(done))
+
+
+def finish_work(device: torch.device) -> None:
+    """Let the host wait until the device has nothing left to do: for measuring, not for steps."""
+    if runs_behind(device):
+        torch.get_device_module(device).synchronize(device)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from worlds import place
 
 import weft
 
@@ -91,8 +92,9 @@ def train_rows(axis: weft.Axis, run: Run) -> tuple[Tensor, Tensor, list[float]]:
     """The same with sharded tables: each rank computes on its own ids."""
     first, second, head = tables(run.dtype)
     kind = {"group": axis, "ownership": run.ownership, "replicate": run.replicate, "reduce": run.reduce}
-    one = weft.ShardedEmbedding.from_embedding(first, **kind)
-    two = weft.ShardedEmbedding.from_embedding(second, **kind)
+    head = place(head)
+    one = place(weft.ShardedEmbedding.from_embedding(first, **kind))
+    two = place(weft.ShardedEmbedding.from_embedding(second, **kind))
     rows = weft.optim.RowAdam(
         [{"params": [one.weight]}, {"params": [two.weight]}], lr=0.02, betas=run.betas, eps=run.eps,
         weight_decay=run.weight_decay, mode=run.mode,
@@ -102,13 +104,19 @@ def train_rows(axis: weft.Axis, run: Run) -> tuple[Tensor, Tensor, list[float]]:
     )
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in (rows, dense)]
     losses = []
+
+    def ids_here(step: int, part: int) -> tuple[Tensor, Tensor]:
+        """On a device: the first table's are there, the second's are of a loader, on the CPU."""
+        ids = ids_of(axis.rank, step, part)
+        return place(ids[0]), ids[1]
+
     for step in range(run.steps):
         total = 0.0
         for part in range(run.accumulate):
-            loss = loss_of(one, two, head, ids_of(axis.rank, step, part))
+            loss = loss_of(one, two, head, ids_here(step, part))
             if run.prefetch:
                 ahead = (step, part + 1) if part + 1 < run.accumulate else (step + 1, 0)
-                for table, ids in zip((one, two), ids_of(axis.rank, *ahead), strict=True):
+                for table, ids in zip((one, two), ids_here(*ahead), strict=True):
                     table.prefetch(ids)
             loss.backward()
             total += loss.item()

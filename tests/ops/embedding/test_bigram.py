@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from worlds import every, virtual_world
+from worlds import every, place, virtual_world
 
 import weft
 from weft.ops.sequence.layout import LAYOUTS, lay_out
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 def wrap(number: int) -> int:
@@ -64,17 +64,17 @@ def hash_on_ranks(
     def program(axis: weft.Axis) -> Tensor:
         runs = [run for run in lay_out(lengths, layout) if run.rank == axis.rank]
         mine = torch.cat([tokens[:, run.offset : run.offset + run.length] for run in runs], 1)
-        table = weft.BigramHashEmbedding(997, 1, group=axis)
+        table = place(weft.BigramHashEmbedding(997, 1, group=axis))
         how = {"layout": layout, "cu_seqlens": bounds}
         with torch.no_grad():
             table.table.shard.copy_(torch.arange(997.0)[axis.rank :: axis.size, None])
             if given:
-                found = table(mine, sequence=weft.sequence(mine.shape[1], group=axis, **how))
+                found = table(place(mine), sequence=weft.sequence(mine.shape[1], group=axis, **how))
             else:
-                found = table(mine, context_group=axis, **how)
+                found = table(place(mine), context_group=axis, **how)
         whole = torch.zeros(tokens.shape)
         for run in runs:
-            whole[:, run.offset : run.offset + run.length] = found[:, run.start : run.start + run.length, 0]
+            whole[:, run.offset : run.offset + run.length] = found[:, run.start : run.start + run.length, 0].cpu()
         return whole
 
     return sum(virtual_world(3).run(program).results).int()

@@ -10,21 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from worlds import every, virtual_world
+from worlds import every, place, virtual_world
 
 import weft
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 def whole_gradient(axis: weft.Axis, table: weft.ShardedEmbedding) -> Tensor:
     """Everybody's rows of the gradient, as one dense table."""
     grad = table.weight.grad
-    mine = torch.zeros(table.weight.shape, dtype=table.table.wide) if grad is None else grad.to_dense()
+    none = table.table.values.new_zeros(table.weight.shape, dtype=table.table.wide)
+    mine = none if grad is None else grad.to_dense()
     if table.replicate:
         return sum(axis.begin("test").all_gather(mine).wait())
     counts = [table.ownership.count(rank) for rank in range(axis.size)]
-    whole = torch.zeros(table.num_embeddings, table.embedding_dim, dtype=mine.dtype)
+    whole = mine.new_zeros(table.num_embeddings, table.embedding_dim)
     for rank, part in enumerate(axis.begin("test").all_gather(mine, counts).wait()):
         whole[table.ownership.ids(rank)] = part
     return whole
@@ -58,9 +59,9 @@ def test_rows_and_gradients_in_every_combination() -> None:
 
         def program(axis: weft.Axis) -> tuple[Tensor, Tensor]:
             kind = {"group": axis, "ownership": ownership, "replicate": replicate, "reduce": reduce}  # noqa: B023
-            table = weft.ShardedEmbedding.from_embedding(plain, **kind)  # noqa: B023
+            table = place(weft.ShardedEmbedding.from_embedding(plain, **kind))  # noqa: B023
             out = table(ids[axis.rank])  # noqa: B023
-            (out * weigh).sin().sum().backward()  # noqa: B023
+            (out * place(weigh)).sin().sum().backward()  # noqa: B023
             return out.detach(), whole_gradient(axis, table)
 
         for rank, (out, found) in enumerate(virtual_world(size).run(program).results):
@@ -76,8 +77,8 @@ def test_random_ids(drawn: list[list[int]], strided: bool) -> None:
 
     def program(axis: weft.Axis) -> tuple[Tensor, Tensor]:
         ownership = "strided" if strided else "contiguous"
-        table = weft.ShardedEmbedding.from_embedding(plain, group=axis, ownership=ownership)
-        out = table(ids[axis.rank])
+        table = place(weft.ShardedEmbedding.from_embedding(plain, group=axis, ownership=ownership))
+        out = table(place(ids[axis.rank]))
         out.sin().sum().backward()
         return out.detach(), whole_gradient(axis, table)
 
@@ -94,7 +95,7 @@ def test_the_first_table_is_that_of_one_process(size: int, replicate: bool) -> N
 
     def program(axis: weft.Axis) -> Tensor:
         torch.manual_seed(11)
-        table = weft.ShardedEmbedding(70_001, 17, padding_idx=5, group=axis, replicate=replicate)
+        table = place(weft.ShardedEmbedding(70_001, 17, padding_idx=5, group=axis, replicate=replicate))
         with torch.no_grad():
             return table.full_weight()
 
@@ -105,7 +106,7 @@ def test_the_first_table_is_that_of_one_process(size: int, replicate: bool) -> N
 
 def test_padding_gets_no_gradient() -> None:
     def program(axis: weft.Axis) -> Tensor:
-        table = weft.ShardedEmbedding(5, 2, padding_idx=-1, group=axis)
+        table = place(weft.ShardedEmbedding(5, 2, padding_idx=-1, group=axis))
         table(torch.tensor([4, axis.rank, 4])).sum().backward()
         return whole_gradient(axis, table)
 
@@ -117,18 +118,18 @@ def test_a_row_that_sums_to_zero_is_a_row() -> None:
     """[1, -1] sums to zero, and so do two gradients that cancel; both rows are stepped."""
 
     def program(axis: weft.Axis) -> list[int]:
-        table = weft.ShardedEmbedding(6, 2, group=axis)
+        table = place(weft.ShardedEmbedding(6, 2, group=axis))
         sign = 1.0 if axis.rank == 0 else -1.0
         out = table(torch.tensor([2, 4]))
-        (out[0] * torch.tensor([1.0, -1.0]) + out[1] * sign).sum().backward()
-        return table.ownership.slots(torch.arange(6))[table.weight.grad.indices()[0]].tolist()
+        (out[0] * place(torch.tensor([1.0, -1.0])) + out[1] * sign).sum().backward()
+        return table.ownership.slots(torch.arange(6))[table.weight.grad.indices()[0].cpu()].tolist()
 
     assert sum(map(len, virtual_world(2).run(program).results)) == 2
 
 
 def test_no_gradient_as_large_as_the_table() -> None:
     def program(axis: weft.Axis) -> tuple[int, bool]:
-        table = weft.ShardedEmbedding(100_000, 2, group=axis)
+        table = place(weft.ShardedEmbedding(100_000, 2, group=axis))
         table(torch.arange(5)).sum().backward()
         return table.weight.grad.values().shape[0], table.weight.grad.is_sparse
 
@@ -142,7 +143,7 @@ def test_several_calls_and_micro_batches_add_up() -> None:
         (plain(torch.tensor([start, 5])) * plain(torch.tensor([5, start + 1]))).sum().backward()
 
     def program(axis: weft.Axis) -> Tensor:
-        table = weft.ShardedEmbedding.from_embedding(plain, group=axis)
+        table = place(weft.ShardedEmbedding.from_embedding(plain, group=axis))
         for start in range(3):
             (table(torch.tensor([start, 5])) * table(torch.tensor([5, start + 1]))).sum().backward()
         return whole_gradient(axis, table)
@@ -160,7 +161,7 @@ def test_a_tied_head_gets_the_gradient_of_both(size: int, replicate: bool) -> No
     loss.backward()
 
     def program(axis: weft.Axis) -> Tensor:
-        table = weft.ShardedEmbedding.from_embedding(plain, group=axis, replicate=replicate)
+        table = place(weft.ShardedEmbedding.from_embedding(plain, group=axis, replicate=replicate))
         (table(ids[axis.rank]) @ table.full_weight().T).square().sum().backward()
         return whole_gradient(axis, table)
 
@@ -170,10 +171,10 @@ def test_a_tied_head_gets_the_gradient_of_both(size: int, replicate: bool) -> No
 
 def test_a_frozen_table_and_evaluation_send_no_gradients() -> None:
     def program(axis: weft.Axis) -> tuple[Tensor | None, bool, int]:
-        frozen = weft.ShardedEmbedding(8, 2, group=axis).requires_grad_(False)
-        scale = torch.ones(2, requires_grad=True)
+        frozen = place(weft.ShardedEmbedding(8, 2, group=axis).requires_grad_(False))
+        scale = place(torch.ones(2)).requires_grad_()
         (frozen(torch.tensor([1, 2])) * scale).sum().backward()
-        table = weft.ShardedEmbedding(8, 2, group=axis)
+        table = place(weft.ShardedEmbedding(8, 2, group=axis))
         with torch.no_grad(), weft.record() as ledger:
             out = table(torch.tensor([1, 2]))
         return frozen.weight.grad, out.requires_grad, ledger.bytes_sent
@@ -186,7 +187,7 @@ def test_duplicates_are_summed_in_fp32() -> None:
     """A token hit 4,096 times: a bf16 sum is wrong by percents."""
 
     def program(axis: weft.Axis) -> Tensor:
-        table = weft.ShardedEmbedding(3, 1, group=axis, dtype=torch.bfloat16, reduce="sum")
+        table = place(weft.ShardedEmbedding(3, 1, group=axis, dtype=torch.bfloat16, reduce="sum"))
         out = table(torch.zeros(4096, dtype=torch.int64))
         out.backward(torch.full_like(out, 1 + 2**-7))
         return whole_gradient(axis, table)
@@ -199,11 +200,11 @@ def test_duplicates_are_summed_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_bits_repeat(dtype: torch.dtype) -> None:
     def program(axis: weft.Axis) -> Tensor:
-        table = weft.ShardedEmbedding(50, 5, group=axis, dtype=dtype)
+        table = place(weft.ShardedEmbedding(50, 5, group=axis, dtype=dtype))
         make = torch.Generator().manual_seed(axis.rank)
         ids = torch.randint(0, 50, (200,), generator=make)
         out = table(ids)
-        out.backward(torch.randn(out.shape, generator=make).to(dtype))
+        out.backward(place(torch.randn(out.shape, generator=make).to(dtype)))
         return whole_gradient(axis, table)
 
     runs = [virtual_world(4).run(program).results for _ in range(2)]
@@ -217,12 +218,12 @@ def test_an_id_out_of_range_is_named_on_every_rank(bad: int, size: int) -> None:
     where = size - 1
 
     def program(axis: weft.Axis) -> tuple[str, int, bool]:
-        table = weft.ShardedEmbedding(10, 2, group=axis)
+        table = place(weft.ShardedEmbedding(10, 2, group=axis))
         before = table.weight.detach().clone()
         table(torch.tensor([1, 2]))  # the first call compares ranks, later ones do not
         with weft.record() as ledger:
             try:
-                table(torch.tensor([3, bad if axis.rank == where else 4]))
+                table(place(torch.tensor([3, bad if axis.rank == where else 4])))
             except IndexError as error:
                 words = str(error)
         rows = sum(event.bytes_sent for event in ledger.events if not event.operation.endswith(".metadata"))
@@ -255,7 +256,7 @@ def test_wrong_ids_and_options_are_refused() -> None:
 
 def test_ranks_that_differ_are_told() -> None:
     def program(axis: weft.Axis) -> str:
-        table = weft.ShardedEmbedding(10, 2, group=axis)
+        table = place(weft.ShardedEmbedding(10, 2, group=axis))
         table.requires_grad_(axis.rank == 0)
         try:
             table(torch.tensor([1]))
@@ -270,7 +271,7 @@ def test_ranks_that_differ_are_told() -> None:
 
 def test_a_replica_is_stale_until_it_is_refreshed() -> None:
     def program(axis: weft.Axis) -> tuple[Tensor, Tensor, Tensor]:
-        table = weft.ShardedEmbedding.from_embedding(nn.Embedding(6, 1), group=axis, replicate=True)
+        table = place(weft.ShardedEmbedding.from_embedding(nn.Embedding(6, 1), group=axis, replicate=True))
         with torch.no_grad():
             table.weight.zero_()
             table.table.shard.add_(axis.rank + 1.0)
@@ -291,12 +292,12 @@ def test_state_dict_of_virtual_ranks_is_the_whole_table(replicate: bool) -> None
     plain = nn.Embedding(11, 3)
 
     def program(axis: weft.Axis) -> Tensor:
-        table = weft.ShardedEmbedding.from_embedding(plain, group=axis, replicate=replicate)
+        table = place(weft.ShardedEmbedding.from_embedding(plain, group=axis, replicate=replicate))
         saved = table.state_dict()
-        other = weft.ShardedEmbedding(11, 3, group=axis, ownership="contiguous")
+        other = place(weft.ShardedEmbedding(11, 3, group=axis, ownership="contiguous"))
         other.load_state_dict(saved)
         with torch.no_grad():
-            assert torch.equal(other.full_weight(), plain.weight)
+            assert torch.equal(other.full_weight().cpu(), plain.weight)
         return saved["weight"]
 
     for weight in virtual_world(4).run(program).results:
@@ -311,7 +312,7 @@ def test_a_penalty_on_the_weight_itself() -> None:
     (plain(torch.tensor([1, 1, 2])).sum() + plain.weight.square().sum()).backward()
 
     def program(axis: weft.Axis) -> Tensor:
-        table = weft.ShardedEmbedding.from_embedding(plain, group=axis)
+        table = place(weft.ShardedEmbedding.from_embedding(plain, group=axis))
         (table(torch.tensor([1, 1, 2])).sum() + table.weight.square().sum()).backward()
         weft.clip_grad_norm_(table.parameters(), 1e9)
         return whole_gradient(axis, table)
@@ -326,7 +327,7 @@ def test_a_penalty_on_the_weight_itself() -> None:
 
 def test_a_copy_is_a_table_of_its_own() -> None:
     def program(axis: weft.Axis) -> bool:
-        model = nn.Sequential(weft.ShardedEmbedding(7, 3, group=axis), nn.Linear(3, 1))
+        model = place(nn.Sequential(weft.ShardedEmbedding(7, 3, group=axis), nn.Linear(3, 1)))
         optimizer = weft.optim.RowAdam(model[0].parameters(), lr=0.1)
         other = copy.deepcopy(model)
         before = rows_of(other[0])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft.ops.embedding import lookup
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 THIS, NEXT = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([4, 5, 6, 7, 8, 9, 9])
 
@@ -19,7 +19,7 @@ def table_of(axis: weft.Axis, rows: int = 12, **options) -> weft.ShardedEmbeddin
     whole = torch.nn.Embedding(rows, 3)
     with torch.no_grad():
         whole.weight.copy_(torch.arange(3.0 * rows).view(rows, 3))
-    return weft.ShardedEmbedding.from_embedding(whole, group=axis, **options)
+    return place(weft.ShardedEmbedding.from_embedding(whole, group=axis, **options))
 
 
 def rows_now(table: weft.ShardedEmbedding, ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 
@@ -36,7 +36,7 @@ def train(
 ) -> list[Tensor]:
     """12 steps; before each a validation within ``validate()``, and everything within ``around()``."""
     torch.manual_seed(0)
-    table = weft.ShardedEmbedding(ROWS, 3, group=axis, dtype=torch.float32, **options)
+    table = place(weft.ShardedEmbedding(ROWS, 3, group=axis, dtype=torch.float32, **options))
     rows = weft.optim.RowAdam(table.parameters(), lr=0.1, weight_decay=0.1)
     step = weft.optim.OverlappedStep([rows], clip=5.0) if kind == "overlapped" else rows
     seen = []
@@ -62,6 +62,7 @@ def assert_same(wanted: list[list[Tensor]], found: list[list[Tensor]]) -> None:
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("replicate", [False, True])
 @pytest.mark.parametrize("kind", ["rows", "overlapped"])
 @pytest.mark.parametrize("size", [1, 3])
@@ -72,15 +73,17 @@ def test_validation_in_inference_mode_leaves_nothing_behind(kind: str, size: int
     assert_same(run(torch.no_grad), run(torch.inference_mode))
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("kind", ["rows", "overlapped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(kind: str, dtype: torch.dtype) -> None:
     def run(around: Callable[[], AbstractContextManager]) -> list[list[Tensor]]:
         return virtual_world(2).run(lambda axis: train(axis, kind, torch.no_grad, around)).results
 
-    assert_same(run(nullcontext), run(lambda: torch.autocast("cpu", dtype=dtype)))
+    assert_same(run(nullcontext), run(lambda: torch.autocast(place(torch.zeros(0)).device.type, dtype=dtype)))
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("kind", ["rows", "overlapped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_nothing(kind: str, dtype: torch.dtype) -> None:

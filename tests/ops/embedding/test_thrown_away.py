@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 ROWS = 12
 
 
@@ -74,7 +74,7 @@ def test_rows_of_a_batch_thrown_away_are_not_stepped(way: str, kind: str, size: 
     def program(axis: weft.Axis) -> Tensor:
         table = weft.ShardedEmbedding(ROWS, 3, group=axis, dtype=torch.float64)
         table.load_state_dict({"weight": start})
-        model = Model(table)
+        model = place(Model(table))
         rows = weft.optim.RowAdam(table.parameters(), lr=0.1)
         step = rows if kind == "rows" else weft.optim.OverlappedStep([rows])
         return train(model, step, way, size, axis.rank).detach()

@@ -374,6 +374,8 @@ def test_sparse_tensors() -> None:
         sparse = torch.sparse_coo_tensor(rows, x, (4, 3))
         joined = sparse.coalesce()
         assert sparse.is_sparse and sparse.device == x.device and joined.is_coalesced()
+        emptied = sparse.clone().zero_()
+        assert emptied._nnz() == 0 and emptied.is_coalesced()
         return [sparse.to_dense(), joined.indices(), joined.values(), sparse._values(), (joined * 2).to_dense()]
 
     def embedded(weight: torch.Tensor) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.arguments import find_integer_fault, find_tensor_fault, read, show
+from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.ops.embedding.sharded import ShardedEmbedding
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import Bounds, axis_of, lay_out, read_bounds, read_sequence, resolve, run_lengths
@@ -109,12 +110,13 @@ class BigramHashEmbedding(ShardedEmbedding):
         """
         before = torch.nn.functional.pad(tokens[..., :-1], (1, 0))
         for at, column in previous.items():
-            before[:, at] = torch.tensor(column, dtype=before.dtype, device=before.device)
-        is_first = torch.zeros(tokens.shape[-1], dtype=torch.bool, device=tokens.device)
+            before[:, at] = copy_to_device(torch.tensor(column, dtype=before.dtype, device="cpu"), before.device)
+        is_first = torch.zeros(tokens.shape[-1], dtype=torch.bool, device="cpu")
         is_first[starts] = True
-        a, b = (torch.tensor(number, dtype=torch.int32, device=tokens.device) for number in self.multipliers)
+        a, b = (int(number) for number in self.multipliers)
         mixed = (a * tokens.int()) ^ (b * before.int())  # int32 wraps around
-        return (mixed % (self.num_embeddings - 1)).masked_fill(is_first, self.num_embeddings - 1)
+        first = copy_to_device(is_first, tokens.device)
+        return (mixed % (self.num_embeddings - 1)).masked_fill(first, self.num_embeddings - 1)
 
     def forward(
         self,
@@ -136,7 +138,7 @@ class BigramHashEmbedding(ShardedEmbedding):
         if context_group is None and sequence is None:
             rank = self.axis.rank
             made = read("embedding", rank, lambda: self._read_whole(tokens, rows, layout, cu_seqlens))
-            return self._look_up(self.weight, made) if isinstance(made, Exception) else super().forward(made)
+            return self._look_up(made) if isinstance(made, Exception) else super().forward(made)
         return super().forward(self._rows_of_sharded(tokens, rows, cu_seqlens, layout, context_group, sequence))
 
     def _read_whole(self, tokens: Any, rows: Any, layout: Any, cu_seqlens: Any) -> Tensor | Exception:
@@ -203,9 +205,12 @@ def _read_sharded(
         return where
     batch = tokens.reshape(math.prod(tokens.shape[:-1]), length)
     cuts = run_lengths(length, where[0], axis.rank, axis.size)
+    ends = [end - 1 for cut, end in zip(cuts, accumulate(cuts), strict=True) if cut]
+    columns = [batch[:, end] for end in ends] or [batch[:, :0].reshape(-1)]
+    last = iter(start_copy_to_host(torch.cat(columns)).wait().view(len(ends), len(batch)).tolist())  # one read
     numbers = [length]
-    for cut, end in zip(cuts, accumulate(cuts), strict=True):
-        numbers += batch[:, end - 1].tolist() if cut else [0] * len(batch)
+    for cut in cuts:
+        numbers += next(last) if cut else [0] * len(batch)
     numbers += [0] * (1 + 2 * len(batch) - len(numbers))  # a rank has one run or two
     return _Options(len(batch), *where), length, numbers
 

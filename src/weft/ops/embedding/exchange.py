@@ -13,7 +13,8 @@ from torch import Tensor
 from weft.comm import Axis, Call, Pending
 from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
 from weft.comm.call import exchange_coalesced
-from weft.ops.embedding.ids import OWNERSHIPS, IdSet, Ownership, ScratchMemory, find_ids_fault, segment_sum
+from weft.comm.device import copy_to_device, start_copy_to_host
+from weft.ops.embedding.ids import OWNERSHIPS, IdSet, Ownership, ScratchMemory, read_ids, segment_sum
 
 # From this density on (needed rows of all rows, mean over ranks) whole shards are pulled: nothing is left to pick.
 # Gradients always travel by rows: the owner knows their places already, so the rest would only be zeros.
@@ -41,13 +42,14 @@ class RowExchange:
     | phase     | started by             | crosses ranks                                             | waited for in  |
     |-----------|------------------------|-----------------------------------------------------------|----------------|
     | counts    | ``RowExchange(ids, n)``| a few integers to each rank, on the CPU side              | `start_ids`    |
-    | ids       | `start_ids`            | int32 places of the needed rows, to their owners, once    | `pull`, `push` |
+    | ids       | `start_ids`            | int32 places of the needed rows, to their owners, CPU side| `pull`, `push` |
     | rows      | `pull(shards)`         | the needed rows, from their owners                        | its ``wait()`` |
     | gradients | `push(grads)`          | a gradient for each needed row, to its owner              | its ``wait()`` |
     | merge     | `merge(received)`      | nothing                                                   |                |
 
     Own rows are not sent. ``ids`` are integers of any shape (ranks may differ, or have none); with a list of them, and
-    of table sizes, all sets travel together. ``num_embeddings`` are the rows of the whole tables.
+    of table sizes, all sets travel together. ``num_embeddings`` are the rows of the whole tables. Ids are sorted on the
+    host: those of a device are read once, those of the host not at all.
 
     >>> exchange = RowExchange(torch.tensor([4, 1, 4]), 6)
     >>> shard = torch.arange(6.0).view(6, 1)                                   # a world of one owns all rows
@@ -77,6 +79,7 @@ class RowExchange:
         given, options = made
         owners = (Ownership(options.ownership, rows, axis.size) for rows in options.num_embeddings)
         self._open("rows", [IdSet(one, owner) for one, owner in zip(given, owners, strict=True)], axis, options)
+        self._devices = [one.device for one in ([ids] if isinstance(ids, Tensor) else ids)]
 
     @classmethod
     def of(cls, operation: str, sets: list[IdSet], axis: Axis, options: object) -> RowExchange:
@@ -90,6 +93,7 @@ class RowExchange:
         counts = [list(of_rank) for of_rank in zip(*(one.counts for one in sets), strict=True)]
         totals = [len(one.needed.unique) for one in sets]
         self.call: Call = axis.begin(operation, options, metadata=totals, metadata_each=counts)
+        self._devices = [torch.device("cpu")] * len(sets)
         self._coming: Pending[None] | None = None
         self.dense_pull = False
 
@@ -101,8 +105,8 @@ class RowExchange:
         return self._sets[index]
 
     def inverse(self, index: int) -> Tensor:
-        """For each id of a set, in the order it was given, its row among the pulled ones: ``[T]``."""
-        return self._sets[index].needed.inverse
+        """For each id of a set, in the order it was given, its row among the pulled ones: ``[T]``, where ids are."""
+        return copy_to_device(self._sets[index].needed.inverse, self._devices[index])
 
     def sum(self, index: int, grads: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Gradients ``[T, d]`` of the ids of a set, as one for each needed row: summed in fp32, in the order of ids."""
@@ -120,7 +124,7 @@ class RowExchange:
         asked, places = [], []
         for index, one in enumerate(self._sets):
             one.asked_bounds = [0, *accumulate(row[width + index] for row in counts)]
-            places.append(one.places.int())
+            places.append(copy_to_device(one.places.int(), self.call.wire.host))
             asked.append(places[-1].new_empty(one.asked_bounds[-1]))
             asked[-1][one.asked_by(rank)] = places[-1][one.owned_by(rank)]
         pending = exchange_coalesced(
@@ -132,7 +136,7 @@ class RowExchange:
         def finish() -> None:
             pending.wait()
             for one, received in zip(self._sets, asked, strict=True):
-                one.asked = received.long()
+                one.asked = start_copy_to_host(received).wait().long()
 
         self._coming = Pending(finish)
 
@@ -152,14 +156,16 @@ class RowExchange:
         self.wait_ids()
         rank, pairs = self.axis.rank, self._pair(tables)
         rows = [x.new_empty(len(one.needed.unique), x.shape[1]) for one, x in pairs]
-        for (one, x), out in zip(pairs, rows, strict=True):
-            torch.index_select(x, 0, one.asked[one.asked_by(rank)], out=out[one.owned_by(rank)])
+        asked = [copy_to_device(one.asked, x.device) for one, x in pairs]
+        for (one, x), places, out in zip(pairs, asked, rows, strict=True):
+            torch.index_select(x, 0, places[one.asked_by(rank)], out=out[one.owned_by(rank)])
         if self.dense_pull:
             pending = self._pull_whole(call, pairs, rows)
         else:
             pending = exchange_coalesced(
                 call,
-                [(to, [x.index_select(0, one.asked[one.asked_by(to)]) for one, x in pairs]) for to in call.others],
+                [(to, [x.index_select(0, places[one.asked_by(to)])
+                       for (one, x), places in zip(pairs, asked, strict=True)]) for to in call.others],
                 [(at, [out[one.owned_by(at)] for (one, _), out in zip(pairs, rows, strict=True)])
                  for at in call.others],
             )  # fmt: skip
@@ -196,7 +202,8 @@ class RowExchange:
             for grads in _as_list(given):
                 wide = torch.promote_types(grads.dtype, torch.float32)
                 out = None if memory is None else memory.take(rows, grads.shape[1], wide, grads.device)
-                pairs.append((one.merged.unique, segment_sum(grads, one.merged, wide, out)))
+                places = copy_to_device(one.merged.unique, grads.device)
+                pairs.append((places, segment_sum(grads, one.merged, wide, out)))
             merged.append(pairs[0] if isinstance(given, Tensor) else pairs)
         return merged
 
@@ -226,7 +233,7 @@ class RowExchange:
             for at, shards in whole.items():
                 for (one, _), out, shard in zip(pairs, rows, shards, strict=True):
                     part = one.owned_by(at)
-                    torch.index_select(shard, 0, one.places[part], out=out[part])
+                    torch.index_select(shard, 0, copy_to_device(one.places[part], shard.device), out=out[part])
 
         return Pending(finish)
 
@@ -241,12 +248,13 @@ def _read(ids: Any, num_embeddings: Any, ownership: Any, rank: int) -> tuple[lis
         words = f"ids must be a tensor of int32 or int64, or a list of such, got {show(ids)}"
         return TypeError(f"rows: {words} (rank {rank})")
     sizes = list(num_embeddings) if isinstance(num_embeddings, tuple | list) else [num_embeddings] * len(sets)
-    if fault := find_ids_fault("rows", sets, sizes, rank):
-        return fault
+    on_host = read_ids("rows", sets, sizes, rank)
+    if isinstance(on_host, Exception):
+        return on_host
     if fault := find_choice_fault("rows", "ownership", ownership, rank, OWNERSHIPS):
         return fault
     options = _Options(tuple(int(size) for size in sizes), the_choice(ownership, OWNERSHIPS))
-    return sets, options
+    return on_host, options
 
 
 def _read_tables(operation: str, given: Shards, rows: Sequence[int], rank: int) -> list[list[Tensor]] | Exception:

@@ -1,4 +1,8 @@
-"""Which rows a batch needs, who owns them, which own rows a rank is asked for; and sums over equal ids."""
+"""Which rows a batch needs, who owns them, which own rows a rank is asked for; and sums over equal ids.
+
+All this is worked out on the host, wherever the rows lie: sizes of messages and buffers follow from it. Ids of a device
+are read once for that, and places go up to it without the host waiting.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from weft.comm.arguments import find_integer_fault, find_tensor_fault
+from weft.comm.device import copy_to_device, runs_behind, start_copy_to_host
 
 OWNERSHIPS = ("strided", "contiguous")
 _DTYPES = (torch.int32, torch.int64)
@@ -98,21 +103,22 @@ def segment_sum(rows: Tensor, found: Compact, dtype: torch.dtype, out: Tensor | 
 
     Sums are made at least in fp32 and rounded once, to ``dtype``; always in the same order, so always the same bits.
     """
+    order, starts = (copy_to_device(x, rows.device) for x in (found.order, found.starts))
     if rows.dtype == dtype and out is None:  # a bag's sum over bf16 or fp16 rows is made in fp32 and rounded at its end
-        if len(found.order) == len(found.starts):  # no duplicates
-            return rows.index_select(0, found.order)
-        return embedding_bag(found.order, rows, found.starts, mode="sum")
-    sums = rows.new_empty(len(found.starts), rows.shape[1], dtype=dtype) if out is None else out
+        if len(order) == len(starts):  # no duplicates
+            return rows.index_select(0, order)
+        return embedding_bag(order, rows, starts, mode="sum")
+    sums = rows.new_empty(len(starts), rows.shape[1], dtype=dtype) if out is None else out
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     cuts = [*found.starts[::step].tolist(), len(found.order)]
     for block, (start, end) in enumerate(pairwise(cuts)):  # block by block: wide copies of all rows would be large
         part = slice(block * step, (block + 1) * step)
-        some = rows.index_select(0, found.order[start:end])
+        some = rows.index_select(0, order[start:end])
         if len(some) == len(sums[part]):
             sums[part] = some
         else:
             every = torch.arange(end - start, device=rows.device)
-            sums[part] = embedding_bag(every, some.to(dtype), found.starts[part] - start, mode="sum")
+            sums[part] = embedding_bag(every, some.to(dtype), starts[part] - start, mode="sum")
     return sums
 
 
@@ -154,7 +160,7 @@ def _holders(tensor: Tensor) -> int:
 
 
 class IdSet:
-    """One set of ids: what this rank needs, and once ids have travelled, what it is asked for.
+    """One set of ids on the host: what this rank needs, and once ids have travelled, what it is asked for.
 
     needed: rows needed, by slot. bounds: ``needed.unique[bounds[r]:bounds[r+1]]`` are owned by rank r,
     ``counts[r]`` rows. asked: places ``[A]`` of own rows that the ranks need, rank by rank; ``asked_bounds`` likewise.
@@ -190,8 +196,8 @@ class IdSet:
         return self._merged
 
 
-def find_ids_fault(operation: str, ids: Sequence[Any], sizes: Sequence[Any], rank: int) -> Exception | None:
-    """What is wrong with one rank's ids."""
+def read_ids(operation: str, ids: Sequence[Any], sizes: Sequence[Any], rank: int) -> list[Tensor] | Exception:
+    """One rank's sets of ids on the host, all of a device in one read; or what is wrong with them."""
     if len(ids) != len(sizes):
         return ValueError(f"{operation}: {len(ids)} sets of ids, but {len(sizes)} table sizes (rank {rank})")
     for one, rows in zip(ids, sizes, strict=True):
@@ -201,9 +207,20 @@ def find_ids_fault(operation: str, ids: Sequence[Any], sizes: Sequence[Any], ran
             return fault
         if one.is_meta:
             return ValueError(f"{operation}: ids are on the meta device and have no values (rank {rank})")
+    on_host = _to_host(ids)
+    for one, rows in zip(on_host, sizes, strict=True):
         if not one.numel():
             continue
         low, high = (int(bound) for bound in one.aminmax())
         if low < 0 or high >= rows:
             return IndexError(f"{operation}: id {low if low < 0 else high} is not a row of 0..{rows - 1} (rank {rank})")
-    return None
+    return on_host
+
+
+def _to_host(sets: Sequence[Tensor]) -> list[Tensor]:
+    away = [one for one in sets if runs_behind(one.device)]
+    if not away:
+        return list(sets)
+    flat = start_copy_to_host(torch.cat([one.reshape(-1) for one in away])).wait()
+    copies = iter(flat.split([one.numel() for one in away]))
+    return [next(copies).view(one.shape).to(one.dtype) if runs_behind(one.device) else one for one in sets]

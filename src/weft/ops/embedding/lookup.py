@@ -20,6 +20,7 @@ from torch.autograd import Variable
 
 from weft.comm import Axis, Call, Ledger, Pending
 from weft.comm.call import exchange_coalesced
+from weft.comm.device import copy_to_device, note_work, start_copy_to_host
 from weft.comm.function import RankFunction
 from weft.comm.ledger import record
 from weft.ops.embedding.exchange import RowExchange
@@ -50,7 +51,8 @@ class Lookup(RankFunction):
         padding_slot: int | None,
     ) -> Tensor:  # fmt: skip
         ctx.how = table, exchange, padding_slot
-        return rows.index_select(0, exchange.inverse(0)).view(*shape, rows.shape[1])
+        inverse = copy_to_device(exchange.inverse(0), rows.device)
+        return rows.index_select(0, inverse).view(*shape, rows.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
@@ -59,10 +61,13 @@ class Lookup(RankFunction):
         with torch.no_grad():
             grads = exchange.sum(0, grad.reshape(-1, grad.shape[-1]), table.weight.dtype)
             if padding_slot is not None:
-                grads[exchange[0].needed.unique == padding_slot] = 0
-            _send_gradient(
-                table, lambda: exchange.push([grads]), lambda received: exchange.merge(received, table.memory)[0]
-            )
+                for place in (exchange[0].needed.unique == padding_slot).nonzero().view(-1).tolist():
+                    grads[place] = 0
+
+            def merge(received: list[Any]) -> tuple[Tensor, Tensor]:
+                return exchange[0].merged.unique, exchange.merge(received, table.memory)[0][1]
+
+            _send_gradient(table, lambda: exchange.push([grads]), merge)
         return None, None, None, None, None, None
 
 
@@ -88,7 +93,7 @@ class WholeTable(RankFunction):
         _send_gradient(
             table,
             lambda: call.sum_to_owners([part.contiguous() for part in parts]),
-            lambda sums: (torch.arange(len(sums), device=sums.device), sums),
+            lambda sums: (torch.arange(len(sums), device="cpu"), sums),
         )
         return None, None
 
@@ -107,6 +112,8 @@ def _send_gradient(
     table: RowTable, start: Callable[[], Pending[T]], merge: Callable[[T], tuple[Tensor, Tensor]]
 ) -> None:
     """Start a gradient to the owners; ``merge`` makes (places, sums) of own rows of what has been received.
+
+    Places are on the host.
 
     It is added to ``weight.grad`` when the backward under way has ended, in the thread that called it; or when the
     table's optimizer asks.
@@ -133,16 +140,19 @@ class _Options:
 
 
 class Prefetch:
-    """One batch's rows under way. Making it starts them; `resolve` ends them."""
+    """One batch's rows under way. Making it starts them; `resolve` ends them.
+
+    Which rows travel when is known to the host alone, so that it waits for messages of other hosts and for no device.
+    """
 
     def __init__(self, table: RowTable, ids: Tensor, exchange: RowExchange) -> None:
         self._ids = ids.clone()  # a loader may fill the same memory with the next batch
         self.exchange, self._table = exchange, table
         self._rows = table.values.new_empty(len(exchange[0].needed.unique), table.weight.shape[1])
-        self._came = torch.zeros(len(self._rows), dtype=torch.bool, device=self._rows.device)  # of the needed rows
+        self._came = torch.zeros(len(self._rows), dtype=torch.bool, device="cpu")  # of the needed rows
         self._sent = self._came[:0]  # of the rows others asked for
         self._version = self._foreign = 0
-        self._lane = exchange.call.start(self._fetch_ahead, self._rows.device)
+        self._lane = exchange.call.start(self._fetch_ahead, self._rows.device, [self._rows, table.values])
 
     def _fetch_ahead(self, call: Call) -> None:
         """Ids to the owners, a bit back for each whether its row comes now, and those rows."""
@@ -155,34 +165,33 @@ class Prefetch:
             self._sent = ~table.will_change(one.asked)
             self._sent[one.asked_by(call.rank)] = False
             outgoing = [
-                (to, table.shard.index_select(0, one.asked[part][self._sent[part]]))
+                (to, _pick(table.shard, one.asked[part][self._sent[part]]))
                 for to in call.others
                 for part in [one.asked_by(to)]
             ]
+            table.read_beside(note_work(self._rows.device))
         host = call.wire.host
         bits = [(at, torch.empty(-(-one.counts[at] // 8), dtype=torch.uint8, device=host)) for at in call.others]
-        call.exchange_on_host(
-            call.record.tag, [(to, _pack(self._sent[one.asked_by(to)].to(host))) for to in call.others], bits
-        ).wait()
-        came = {at: _unpack(packed, one.counts[at]) for at, packed in bits}
-        received = [(at, self._rows.new_empty(int(marks.sum()), self._rows.shape[1])) for at, marks in came.items()]
+        marks = [(to, copy_to_device(_pack(self._sent[one.asked_by(to)]), host)) for to in call.others]
+        call.exchange_on_host(call.record.tag, marks, bits).wait()
+        for at, packed in bits:
+            self._came[one.owned_by(at)] = _unpack(start_copy_to_host(packed).wait(), one.counts[at])
+        places = {at: _positions(self._came, one.owned_by(at)) for at in call.others}
+        received = [(at, self._rows.new_empty(len(some), self._rows.shape[1])) for at, some in places.items()]
         call.exchange(outgoing, received).wait()
         for at, rows in received:
-            marks = came[at].to(self._came.device)
-            self._came[one.owned_by(at)] = marks
-            self._rows[one.owned_by(at)][marks] = rows
+            _put(self._rows, places[at], rows)
 
-    def is_for(self, ids: Tensor) -> bool:
+    def _is_for(self, ids: Tensor) -> bool:
         """Whether these are the ids whose rows were fetched."""
-        return (ids.shape, ids.dtype) == (self._ids.shape, self._ids.dtype) and torch.equal(
-            ids.to(self._ids.device), self._ids
-        )
+        return (ids.shape, ids.dtype) == (self._ids.shape, self._ids.dtype) and torch.equal(ids, self._ids)
 
-    def resolve(self, wanted: bool, fault: Exception | None = None) -> tuple[Tensor | None, bool]:
-        """(the rows ``[U, d]``, True) if every rank wants them now. (None, False) if nobody does: they are kept.
+    def resolve(self, ids: Tensor | Exception | None) -> tuple[Tensor | None, bool]:
+        """(the rows ``[U, d]``, True) if every rank's ``ids`` are these. (None, False) if nobody's are: they are kept.
 
-        If only some do, (None, True): they are dropped everywhere. A ``fault`` of one rank is raised on all of them.
+        If only some do, (None, True): they are dropped everywhere. A fault of one rank is raised on all of them.
         """
+        fault, wanted = (ids, False) if isinstance(ids, Exception) else (None, ids is not None and self._is_for(ids))
         self._lane.wait()
         one, table, axis = self.exchange[0], self._table, self._table.axis
         again = self._sent
@@ -203,28 +212,42 @@ class Prefetch:
     def _fetch_rest(self, call: Call, shard: Tensor, again: Tensor, counts: list[int]) -> None:
         """What did not come ahead, in its order; and ``again`` rows that did, with their positions."""
         one, rows = self.exchange[0], self._rows
-        torch.index_select(shard, 0, one.asked[one.asked_by(call.rank)], out=rows[one.owned_by(call.rank)])
+        own = copy_to_device(one.asked[one.asked_by(call.rank)], shard.device)
+        torch.index_select(shard, 0, own, out=rows[one.owned_by(call.rank)])
         sends, receives = [], []
+        missing = {at: _positions(~self._came, one.owned_by(at)) for at in call.others}
         for to in call.others:
             part = one.asked_by(to)
             asked, late, twice = one.asked[part], ~self._sent[part], again[part]
-            outgoing = [shard.index_select(0, asked[late])]
+            outgoing = [_pick(shard, asked[late])]
             if int(twice.sum()):
-                outgoing += [shard.index_select(0, asked[twice]), twice.nonzero().view(-1).int()]
+                where = copy_to_device(twice.nonzero().view(-1).int(), rows.device)
+                outgoing += [_pick(shard, asked[twice]), where]
             sends.append((to, outgoing))
         for at in call.others:
-            missing = int((~self._came[one.owned_by(at)]).sum())
-            incoming = [rows.new_empty(missing, rows.shape[1])]
+            incoming = [rows.new_empty(len(missing[at]), rows.shape[1])]
             if counts[at]:
                 incoming.append(rows.new_empty(counts[at], rows.shape[1]))
-                incoming.append(one.asked.new_empty(counts[at], dtype=torch.int32))
+                incoming.append(rows.new_empty(counts[at], dtype=torch.int32))
             receives.append((at, incoming))
         exchange_coalesced(call, sends, receives).wait()
         for at, incoming in receives:
-            target = rows[one.owned_by(at)]
-            target[~self._came[one.owned_by(at)]] = incoming[0]
+            _put(rows, missing[at], incoming[0])
             if len(incoming) > 1:
-                target[incoming[2].long()] = incoming[1]
+                _put(rows[one.owned_by(at)], incoming[2].long(), incoming[1])
+
+
+def _pick(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.index_select(0, copy_to_device(places, rows.device))
+
+
+def _put(target: Tensor, places: Tensor, rows: Tensor) -> None:
+    target.index_copy_(0, copy_to_device(places, target.device), rows)
+
+
+def _positions(marks: Tensor, part: slice) -> Tensor:
+    """Where the marks of a part are true, among all."""
+    return part.start + marks[part].nonzero().view(-1)
 
 
 def _pack(marks: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, read
+from weft.comm.device import copy_to_device
 from weft.comm.function import eager, outside_modes
 from weft.ops.embedding.exchange import RowExchange
-from weft.ops.embedding.ids import OWNERSHIPS, IdSet, Ownership, find_ids_fault
+from weft.ops.embedding.ids import OWNERSHIPS, IdSet, Ownership, read_ids
 from weft.ops.embedding.lookup import Lookup, Prefetch, WholeTable
 from weft.ops.embedding.table import RowTable, RowWeight
 from weft.ops.embedding.whole import all_rows, from_checkpoint, to_checkpoint
@@ -36,7 +37,8 @@ class _Options:
 class ShardedEmbedding(nn.Module):
     """A table ``[num_embeddings, embedding_dim]`` over the ranks of ``group``, used as ``nn.Embedding``.
 
-    Every rank passes its own ids, of any shape, and gets their rows. A rank owns about N/P rows: "strided" (row i
+    Every rank passes its own ids, of any shape, and gets their rows. Ids may stay on the CPU while the table is on a
+    device: then the host never waits for it. A rank owns about N/P rows: "strided" (row i
     belongs to rank i mod P; frequent ids are spread evenly) or "contiguous" (rank r owns the r-th ceil(N/P)).
 
     | crosses ranks | forward                                       | backward                                     |
@@ -181,32 +183,34 @@ class ShardedEmbedding(nn.Module):
     @eager
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of ``ids``, ``[*ids.shape, embedding_dim]``."""
-        return self._look_up(ids, self._find_fault(ids))
+        return self._look_up(self._read_ids(ids))
 
-    def _look_up(self, ids: Tensor, fault: Exception | None) -> Tensor:
-        """The rows of ``ids``; or the ``fault`` of this rank's arguments, on all ranks."""
+    def _look_up(self, ids: Tensor | Exception) -> Tensor:
+        """The rows of ``ids``, on the host; or what is wrong with this rank's arguments, on all ranks."""
         gradient = self._wants_gradient
         with outside_modes(self.weight):
-            exchange, rows = self._fetch(ids, gradient, fault)
+            exchange, rows = self._fetch(ids, gradient)
             if self.replicate:
+                needed = copy_to_device(self.ownership.ids_at(exchange[0].needed.unique), rows.device)
                 with self.table.writing():
-                    self.table.values[self.ownership.ids_at(exchange[0].needed.unique)] = rows
+                    self.table.values.index_copy_(0, needed, rows)
+        assert isinstance(ids, Tensor), "a fault has been raised"
         if gradient:
             self.table.await_gradient(exchange[0].asked)
         padding = self.padding_idx
         slot = None if padding is None else int(self.ownership.slots(torch.tensor(padding)))
         return Lookup.apply(self.weight, self.table, exchange, rows, ids.shape, slot)
 
-    def _fetch(self, ids: Tensor, gradient: bool, fault: Exception | None) -> tuple[RowExchange, Tensor]:
+    def _fetch(self, ids: Tensor | Exception, gradient: bool) -> tuple[RowExchange, Tensor]:
         """The needed rows ``[U, d]``, prefetched or pulled now, and the exchange they came by."""
         ahead, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
         if ahead is not None:
-            rows, used = ahead.resolve(fault is None and ahead.is_for(ids), fault)
+            rows, used = ahead.resolve(ids)
             if rows is not None:
                 return ahead.exchange, rows
             if not used:
                 self._prefetch = ahead
-        exchange = self._open(ids, gradient, fault)
+        exchange = self._open(ids, gradient)
         exchange.wait_ids()
         (rows,) = exchange.pull([self.table.current(exchange[0].merged.unique)]).wait()
         return exchange, rows
@@ -216,30 +220,34 @@ class ShardedEmbedding(nn.Module):
         """Start fetching the rows of the next batch's ``ids``; call it after this batch's forward, on every rank.
 
         The next forward with these ids takes them. Rows that this batch's step changes travel after it, so they are
-        right: see docs/rows.md.
+        right: see docs/rows.md. With ids on the CPU the host does not wait for a device.
         """
-        gradient, fault = self._wants_gradient, self._find_fault(ids)
+        gradient, found = self._wants_gradient, self._read_ids(ids)
         with outside_modes(self.weight):
             before, self._prefetch = self._prefetch, None  # should it have failed, it is forgotten
             if before is not None:
-                before.resolve(False, fault)
-            self._prefetch = Prefetch(self.table, ids, self._open(ids, gradient, fault))
+                before.resolve(found if isinstance(found, Exception) else None)
+            exchange = self._open(found, gradient)
+            assert isinstance(found, Tensor), "a fault has been raised"
+            self._prefetch = Prefetch(self.table, found, exchange)
 
-    def _find_fault(self, ids: Any) -> Exception | None:
+    def _read_ids(self, ids: Any) -> Tensor | Exception:
+        """Ids on the host, or what is wrong with them: the one place where it waits for those of a device."""
         rank = self.axis.rank
-        return read("embedding", rank, lambda: find_ids_fault("embedding", [ids], [self.num_embeddings], rank))
+        found = read("embedding", rank, lambda: read_ids("embedding", [ids], [self.num_embeddings], rank))
+        return found if isinstance(found, Exception) else found[0]
 
     @property
     def _wants_gradient(self) -> bool:
         """In the caller's modes, so asked outside of `outside_modes`."""
         return self.weight.requires_grad and torch.is_grad_enabled()
 
-    def _open(self, ids: Tensor, gradient: bool, fault: Exception | None) -> RowExchange:
-        if fault is not None:
-            self.axis.refuse("embedding", fault, metadata=1, metadata_each=1)
+    def _open(self, ids: Tensor | Exception, gradient: bool) -> RowExchange:
+        if isinstance(ids, Exception):
+            self.axis.refuse("embedding", ids, metadata=1, metadata_each=1)
         kind, dtype = self.ownership.kind, self.weight.dtype
         options = _Options(self.num_embeddings, self.embedding_dim, kind, dtype, gradient)
-        return RowExchange.of("embedding", [IdSet(ids.to(self.weight.device), self.ownership)], self.axis, options)
+        return RowExchange.of("embedding", [IdSet(ids, self.ownership)], self.axis, options)
 
     def full_weight(self) -> Tensor:
         """The whole table ``[N, d]`` on every rank, for a tied output head; all ranks must ask.
@@ -248,7 +256,7 @@ class ShardedEmbedding(nn.Module):
         """
         if self._wants_gradient:
             own = self.ownership.count(self.axis.rank)
-            self.table.await_gradient(torch.arange(own, device=self.weight.device))
+            self.table.await_gradient(torch.arange(own, device="cpu"))
         return WholeTable.apply(self.weight, self.table)
 
     @torch.no_grad()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from weft.comm import Axis, Ledger
+from weft.comm import Axis, Ledger, Pending
+from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.ops.embedding.ids import Ownership, ScratchMemory, compact, segment_sum
 
 _READING = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
@@ -49,7 +50,7 @@ class RowTable:
     """What a `ShardedEmbedding` and its optimizer know about one table. Found as ``weight.row_table``.
 
     ``weight`` is ``[n, d]``, the own rows by place, or with ``replicate`` ``[N, d]``, all rows, of which only the own
-    ones are sure to be up to date. Gradients are sparse, at least fp32, and only of own rows.
+    ones are sure to be up to date. Gradients are sparse, at least fp32, and only of own rows. Places are on the host.
     """
 
     def __init__(self, weight: Parameter, axis: Axis, ownership: Ownership, reduce: str, replicate: bool) -> None:
@@ -67,6 +68,7 @@ class RowTable:
         self._promise: Tensor | None = None  # ``weight.grad`` while they are under way
         self._is_blank = False  # whether that says nothing by itself
         self.pushes = Ledger()  # of those gradients
+        self._reads: list[Pending[None]] = []  # of own rows, on other streams
         self._awaiting: list[Tensor] = []  # places that have been pulled and will get a gradient before the next step
         weight.row_table = self  # type: ignore[attr-defined]
 
@@ -94,6 +96,8 @@ class RowTable:
 
     def current(self, places: Tensor | None = None) -> Tensor:
         """The shard, after ``places`` (None: all) have been brought up to date."""
+        if places is None:
+            self._wait_for_reads()  # who asks for all may write to them
         if self.deferred is not None:
             self.deferred.catch_up(places)
         return self.shard
@@ -110,7 +114,7 @@ class RowTable:
         if grad is None or (grad.is_sparse and not grad._nnz()):
             rows = min(1, self.ownership.count(self.axis.rank))
             zeros = torch.zeros(rows, self.weight.shape[1], dtype=self.wide, device=self.weight.device)
-            self._set_gradient(torch.arange(rows, device=zeros.device), zeros)
+            self._set_gradient(torch.arange(rows, device="cpu"), zeros)
             self._is_blank = True
         self._promise = self.weight.grad
 
@@ -140,7 +144,7 @@ class RowTable:
             take()
 
     def gradient(self) -> tuple[Tensor, Tensor] | None:
-        """(places ``[M]``, rows ``[M, d]``) of the gradient that has arrived here; None if there is none."""
+        """(places ``[M]``, rows ``[M, d]``) of the gradient that is here, if any. Places that others made are read."""
         self._drop_forgotten()
         self.collect()
         grad = self.weight.grad
@@ -152,12 +156,15 @@ class RowTable:
                     f"ShardedEmbedding: the gradient of a replica is dense: its weight was used directly; what other "
                     f"ranks say about these rows is not known (rank {self.axis.rank}); use the module or full_weight()"
                 )
-            self._set_gradient(torch.arange(len(grad), device=grad.device), grad.to(self.wide))
+            self._set_gradient(torch.arange(len(grad), device="cpu"), grad.to(self.wide))
             return self.gradient()
         if not grad.is_coalesced():
             self.weight.grad = grad = grad.coalesce()
-        ids, rows = self.ownership.ids(self.axis.rank), grad.indices()[0]
-        return (rows - ids.start) // (ids.step or 1) if self.replicate else rows, grad.values()
+        places = getattr(grad, "row_places", None)
+        if places is None or len(places) != grad._nnz():
+            ids, places = self.ownership.ids(self.axis.rank), start_copy_to_host(grad.indices()[0]).wait()
+            places = (places - ids.start) // (ids.step or 1) if self.replicate else places
+        return places, grad.values()
 
     def add_gradient(self, places: Tensor, rows: Tensor) -> None:
         """Add gradients of own rows, each place once and rising. Earlier backwards come first in every sum."""
@@ -174,8 +181,9 @@ class RowTable:
         ids = self.ownership.ids(self.axis.rank)
         where = places * (ids.step or 1) + ids.start if self.replicate else places  # in the weight
         self.weight.grad = torch.sparse_coo_tensor(
-            where[None], rows, self.weight.shape, is_coalesced=True, check_invariants=False
+            copy_to_device(where[None], rows.device), rows, self.weight.shape, is_coalesced=True, check_invariants=False
         )
+        self.weight.grad.row_places = places  # type: ignore[attr-defined]  # as the host knows them
 
     # What prefetching asks: see `weft.ops.embedding.lookup.Prefetch`.
 
@@ -183,9 +191,19 @@ class RowTable:
     def writing(self) -> Iterator[None]:
         """Around changes of the weight that `stepped` notes, or that change no row's value."""
         with self.lock:
+            self._wait_for_reads()
             before = self.weight._version
             yield
             self._own_writes += self.weight._version - before
+
+    def read_beside(self, read: Pending[None]) -> None:
+        """A lane reads own rows until ``read``: whoever writes to them comes after it."""
+        self._reads.append(read)
+
+    def _wait_for_reads(self) -> None:
+        reads, self._reads = self._reads, []
+        for read in reads:
+            read.wait()
 
     @property
     def foreign_writes(self) -> int:

@@ -148,7 +148,7 @@ class RowAdam(StepPart):
         """Of the rows this rank owns."""
         if (update := self._updates[bucket]) is None:
             return torch.zeros((), dtype=torch.float64)
-        self.failed = self.failed or (0 if update.finite else 1 + bucket)
+        self._check(bucket, update)
         return torch.linalg.vector_norm(update.gradient[1], dtype=torch.float64).square()
 
     def norm_axes(self, bucket: int) -> list[Axis]:
@@ -167,7 +167,17 @@ class RowAdam(StepPart):
         """Adam on the touched rows, in copies."""
         if (update := self._updates[bucket]) is not None:
             update.work(scale)
-            self.failed = self.failed or (0 if update.finite else 1 + bucket)
+            self._check(bucket, update)
+
+    def _check(self, bucket: int, update: RowUpdate) -> None:
+        """Whether the gradient is finite, once: on a device that is part of the step's verdict."""
+
+        def fail() -> None:
+            self.failed = self.failed or 1 + bucket
+
+        if not update.is_checked:
+            update.is_checked = True
+            self.verdict.are_finite([update.gradient[1]], fail)
 
     def commit(self, accepted: bool) -> None:
         """Put the copies back."""

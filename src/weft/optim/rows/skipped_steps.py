@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from weft.comm.device import copy_to_device
+
 _MOST = 96  # points; beyond, the steps are summed themselves
 _WIDTHS = 8  # widths of an interval that are told apart, for each doubling
 
@@ -42,6 +44,11 @@ class Skipped:
     variance: Tensor  # [L, 1] what is left of v
     amounts: Tensor  # [L, K] W
     points: Tensor  # [K] X, or [L, K] where the steps themselves are summed
+
+    def on(self, device: torch.device) -> Skipped:
+        """For rows on a device; points that all rows share stay numbers of the host."""
+        names = ("weight", "momentum", "variance", "amounts", *(("points",) if self.points.ndim > 1 else ()))
+        return replace(self, **{name: copy_to_device(getattr(self, name), device) for name in names})
 
     def at_rest(self) -> Skipped:
         """For rows without momentum: nothing to sum."""
@@ -72,7 +79,7 @@ class StepHistory:
 
     def skipped(self, last: Tensor) -> Skipped:
         """For rows whose last steps were ``last`` ``[L]``, each before now: how to bring them to now."""
-        (b1, b2), last = self.betas, last.double().cpu()
+        (b1, b2), last = self.betas, last.double()
         lag = self.now - last
         longest = int(lag.max()) if self.horizon is None else min(int(lag.max()), self.horizon)
         j = torch.arange(1, longest + 1, dtype=torch.float64)

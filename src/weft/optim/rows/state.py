@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm import ledger
+from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.comm.function import outside_modes
 from weft.comm.ledger import Event
 from weft.ops.embedding import RowTable
@@ -18,7 +19,6 @@ from weft.ops.embedding.ids import ScratchMemory
 from weft.ops.embedding.whole import from_checkpoint, to_checkpoint
 from weft.optim.rows.skipped_steps import StepHistory
 from weft.optim.rows.steps import AdamStep, RowCosts, Shard, catch_up_rows, step_dense, step_rows
-from weft.optim.step.compare import is_finite
 from weft.optim.step.state import first_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,6 +30,7 @@ class RowState:
     """The optimizer's part of one table: moments, and up to which step each own row is up to date.
 
     ``state`` is what the optimizer has of the weight, ``shard`` what it steps in place. It is `RowTable.deferred`.
+    Which rows are behind, and how far, is known to the host: a step does not wait for a device.
     """
 
     def __init__(self, optimizer: Optimizer, table: RowTable, costs: Costs) -> None:
@@ -39,7 +40,7 @@ class RowState:
         self.moments = first, second
         self.state = {"step": first_count(), "exp_avg": first, "exp_avg_sq": second}
         optimizer.state[table.weight] = self.state
-        self.last = torch.empty(count, dtype=torch.int32, device=device)
+        self.last = torch.empty(count, dtype=torch.int32, device="cpu")
         self.shard = Shard(table.shard, first, second)
         self.copies_memory = [ScratchMemory() for _ in range(3)]  # of a step that may yet be dropped
         self.begin(0)
@@ -56,7 +57,8 @@ class RowState:
         """All rows are up to date at ``step``: from here on everything follows from weights and moments alone."""
         with outside_modes(self.table.weight):
             self.last.fill_(step)
-            self.at_rest = (self.moments[0] == 0).all(1)  # such a row does not move by itself
+            still = (self.moments[0] == 0).all(1)  # such a row does not move by itself
+            self.at_rest = start_copy_to_host(still).wait()
             group = self.group
             self.history = StepHistory(step, tuple(group["betas"]), group["eps"], self.table.wide)
 
@@ -155,7 +157,7 @@ class RowState:
         if history.horizon is None:
             return places[:0]
         faded = moving + (history.now - last[moving - current :] > history.horizon).nonzero().view(-1)
-        shard.exp_avg[faded if copies else places[faded]] = 0
+        shard.exp_avg.index_fill_(0, copy_to_device(faded if copies else places[faded], shard.exp_avg.device), 0)
         return places[faded]
 
     def moves_without_gradient(self, places: Tensor) -> Tensor:
@@ -198,7 +200,7 @@ class RowUpdate:
     def __init__(self, rows: RowState) -> None:
         self._rows, self._group, self._number = rows, rows.group, int(rows.state["step"]) + 1
         self._gradient: tuple[Tensor, Tensor] | None = None
-        self._finite: bool | None = None
+        self.is_checked = False  # whether its gradient is finite
         self._order: Tensor | None = None  # in which they are copied
         self._copies: Shard | None = None
         self._worked = False
@@ -212,17 +214,9 @@ class RowUpdate:
             table = self._rows.table
             found = table.gradient()
             if found is None:  # it was expected, and did not come
-                none = torch.zeros(0, dtype=torch.int64, device=table.weight.device)
-                found = none, table.values[none]
+                found = torch.zeros(0, dtype=torch.int64, device="cpu"), table.values[:0]
             self._gradient = found[0], found[1].to(table.wide)
         return self._gradient
-
-    @property
-    def finite(self) -> bool:
-        """Whether the gradient is."""
-        if self._finite is None:
-            self._finite = is_finite(self.gradient[1])
-        return self._finite
 
     @property
     def _numbers(self) -> AdamStep:
@@ -249,15 +243,16 @@ class RowUpdate:
 
     def copy_rows(self) -> None:
         """Copy the touched rows out and bring the copies up to date: needs their places, not their gradients."""
-        if self._copies is not None or not self.finite:
+        if self._copies is not None:
             return
         places, rows = self.gradient[0], self._rows
         rows.prepare(self._group)
         self._order, counts = rows.sort(places)
         places = places[self._order]
         rows.shard.weight = rows.table.shard
+        there = copy_to_device(places, rows.shard.weight.device)
         weight, exp_avg, exp_avg_sq = (
-            torch.index_select(x, 0, places, out=memory.take(len(places), x.shape[1], x.dtype, x.device))
+            torch.index_select(x, 0, there, out=memory.take(len(places), x.shape[1], x.dtype, x.device))
             for memory, x in zip(rows.copies_memory, rows.shard.tensors, strict=True)
         )
         self._copies = rows.shard.of_copies(weight, exp_avg, exp_avg_sq)
@@ -267,8 +262,7 @@ class RowUpdate:
     def work(self, scale: float | Tensor) -> None:
         """Adam on the copies, with gradients times ``scale``."""
         self.copy_rows()
-        if self._copies is None:
-            return
+        assert self._copies is not None
         grads = self.gradient[1] if isinstance(scale, float) and scale == 1 else self.gradient[1] * scale
         step_rows(self._copies, slice(0, len(grads)), grads, self._numbers, self._order)
         self._worked = True
@@ -282,7 +276,8 @@ class RowUpdate:
         rows, places = self._rows, self.gradient[0][self._order]
         with rows.table.writing():
             rows.shard.weight = rows.table.shard
+            there = copy_to_device(places, rows.shard.weight.device)
             for target, copy in zip(rows.shard.tensors, self._copies.tensors, strict=True):
-                target.index_copy_(0, places, copy)
+                target.index_copy_(0, there, copy)
         rows.stepped(self._group, self._number, places)
         rows.table.pushes.events.clear()

@@ -1,8 +1,9 @@
 """Adam on some rows of a shard, in place and block by block so that little memory is used, again and again.
 
 `Shard.blocks` brings rows to flat memory and back, `_adam` is one step, `catch_up_rows` many without a gradient: every
-step of `RowAdam` is made of these. torch's fused kernel rounds the last elements of a tensor differently when they do
-not fill a vector register, so memory is padded to whole ones: rows get the same bits wherever they are stepped.
+step of `RowAdam` is made of these. Places and orders are on the host, rows may be on a device. torch's fused kernel
+rounds the last elements of a tensor differently when they do not fill a vector register, so memory is padded to whole
+ones: rows get the same bits wherever they are stepped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weft.comm.device import copy_to_device, finish_work
 from weft.optim.rows.skipped_steps import Skipped
 
 _BLOCK = 1 << 19  # elements of a block: few enough for a cache, enough to be worth a call
@@ -76,6 +78,7 @@ class Shard:
         in a copy where they cannot be.
         """
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        rows = rows if isinstance(rows, slice) else copy_to_device(rows, self.weight.device)
         for start in range(0, count, self.block):
             part = slice(start, min(start + self.block, count))
             if isinstance(rows, slice):
@@ -112,7 +115,7 @@ class Shard:
 def _adam(flat: list[Tensor], grad: Tensor, step: AdamStep) -> None:
     """torch's fused AdamW, on flat memory of whole vector registers."""
     weight, exp_avg, exp_avg_sq = flat
-    number = torch.tensor(float(step.number), dtype=torch.float32, device=weight.device)
+    number = torch.full((), float(step.number), dtype=torch.float32, device=weight.device)
     torch._fused_adamw_(
         [weight], [grad], [exp_avg], [exp_avg_sq], [], [number], lr=step.lr, beta1=step.betas[0], beta2=step.betas[1],
         weight_decay=step.weight_decay, eps=step.eps, amsgrad=False, maximize=False,
@@ -121,6 +124,7 @@ def _adam(flat: list[Tensor], grad: Tensor, step: AdamStep) -> None:
 
 def step_rows(shard: Shard, rows: Tensor | slice, grads: Tensor, step: AdamStep, order: Tensor | None = None) -> None:
     """Step rows as `Shard.blocks` takes them, each once: the r-th with ``grads[r]``, or with ``grads[order[r]]``."""
+    order = None if order is None else copy_to_device(order, grads.device)
     for part, flat in shard.blocks(rows):
         grad = shard.scratch(3, part.stop - part.start)
         out = shard.view(grad, part.stop - part.start)
@@ -143,10 +147,11 @@ def step_dense(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> N
         rows = part.stop - part.start
         within = places[first:last] - part.start
         grad = shard.scratch(3, rows)
-        shard.view(grad, rows).zero_().index_copy_(0, within, grads[first:last].to(grad.dtype))
+        there = copy_to_device(within, grad.device)
+        shard.view(grad, rows).zero_().index_copy_(0, there, grads[first:last].to(grad.dtype))
         others = torch.ones(rows, dtype=torch.bool, device=places.device)
         others[within] = False
-        rest = others.nonzero().view(-1)
+        rest = copy_to_device(others.nonzero().view(-1), grad.device)
         kept = [shard.view(memory, rows).index_select(0, rest) for memory in flat]
         _adam(flat, grad, step)
         for memory, values in zip(flat, kept, strict=True):
@@ -155,7 +160,8 @@ def step_dense(shard: Shard, places: Tensor, grads: Tensor, step: AdamStep) -> N
 
 def catch_up_rows(shard: Shard, rows: Tensor | slice, which: Tensor, skipped: Skipped, eps: float) -> None:
     """Bring rows as `Shard.blocks` takes them to now: the r-th by ``skipped[which[r]]``."""
-    floor = torch.tensor(eps, dtype=shard.exp_avg.dtype, device=which.device)
+    which, skipped = copy_to_device(which, shard.exp_avg.device), skipped.on(shard.exp_avg.device)
+    floor = torch.full((), eps, dtype=shard.exp_avg.dtype, device=which.device)
     for part, flat in shard.blocks(rows):
         kind, count = which[part], part.stop - part.start
         weight, exp_avg, exp_avg_sq = (shard.view(memory, count) for memory in flat)
@@ -195,13 +201,15 @@ class RowCosts:
         weight = torch.zeros(rows, shard.width, dtype=shard.weight.dtype, device=shard.weight.device)
         first, second, grads = (shard.exp_avg.new_ones(rows, shard.width) for _ in range(3))
         trial, step = Shard(weight, first, second), AdamStep(1, 0.0, (0.9, 0.999), 1e-8, 0.0)
-        places = torch.arange(rows, device=weight.device)
+        places = torch.arange(rows, device="cpu")
 
         def seconds(way: Callable[..., None], chosen: Tensor) -> float:
             best = float("inf")
             for _ in range(3):
+                finish_work(weight.device)
                 start = time.perf_counter()
                 way(trial, chosen, grads[: len(chosen)], step)
+                finish_work(weight.device)
                 best = min(best, time.perf_counter() - start)
             return best
 

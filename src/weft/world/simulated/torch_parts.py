@@ -22,7 +22,7 @@ _torch: Any = torch
 _SPARSE_PARTS = {
     "_indices", "_values", "is_coalesced", "_coalesced_", "sparse_dim", "dense_dim", "_nnz", "_dimI", "_dimV",
     "indices", "values", "sparse_resize_", "sparse_resize_and_clear_", "_sparse_coo_tensor_with_dims_and_tensors",
-    "_sparse_coo_tensor_with_dims",
+    "_sparse_coo_tensor_with_dims", "zero_",
 }  # fmt: skip
 
 
