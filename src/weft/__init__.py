@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft import optim, world
     from weft.comm import Axis, record
     from weft.ops.attention import attention, head_strides
+    from weft.ops.delta_rule import delta_rule
     from weft.ops.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
     from weft.ops.linear_attention import linear_attention
     from weft.ops.scan import exclusive_scan
@@ -32,6 +33,7 @@ __all__ = [
     "attention",
     "broadcast_parameters",
     "clip_grad_norm_",
+    "delta_rule",
     "exclusive_scan",
     "head_strides",
     "launch",

@@ -4,6 +4,7 @@
 PUBLIC = {
     "weft.comm": ("Axis", "record"),
     "weft.ops.attention": ("attention", "head_strides"),
+    "weft.ops.delta_rule": ("delta_rule",),
     "weft.ops.embedding": ("BigramHashEmbedding", "RowExchange", "ShardedEmbedding"),
     "weft.ops.linear_attention": ("linear_attention",),
     "weft.ops.scan": ("exclusive_scan",),
