@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.ops.linear_attention import linear_attention
     from weft.ops.scan import exclusive_scan
     from weft.ops.sequence import Sequence, mean_loss, sequence, shard, unshard
+    from weft.ops.short_conv import short_conv
     from weft.optim import broadcast_parameters, clip_grad_norm_
     from weft.world import launch
 
@@ -43,6 +44,7 @@ __all__ = [
     "record",
     "sequence",
     "shard",
+    "short_conv",
     "unshard",
     "world",
 ]
