@@ -128,3 +128,17 @@ def test_keys_that_are_all_alike(gate: str) -> None:
     check(gate, Case((40, 30, 26)), "contiguous", "gather", chunk_size=64, alike=True)
     check(gate, Case((40, 30, 26)), "contiguous", "doubling", tolerance=3e-4, chunk_size=64, alike=True,
           dtype=torch.float32)  # fmt: skip
+
+
+def test_the_exchange_runs_under_the_local_work() -> None:
+    """On a machine where the scan takes less than the work beside it, it adds nothing to the elapsed time."""
+
+    def program(axis: weft.Axis) -> None:
+        q = torch.empty(1, 512, 4, 32, device="meta").requires_grad_()
+        beta = torch.empty(1, 512, 4, device="meta").requires_grad_()
+        o, _ = weft.delta_rule(q, q, q, beta, beta, group=axis, method="doubling")
+        o.backward(torch.empty_like(o))
+
+    local = weft.world.VirtualWorld(8, weft.world.Machine(0.0, float("inf"), flops=1e9)).run(program).elapsed
+    free = weft.world.VirtualWorld(8, weft.world.Machine(local / 100, float("inf"), flops=1e9)).run(program)
+    assert free.elapsed == pytest.approx(local, rel=1e-9)
