@@ -32,6 +32,28 @@ def linear(axis: weft.Axis, x: Tensor, gate: str | None = None, **options: objec
     return o + final.sum().to(o.dtype)
 
 
+def delta(axis: weft.Axis, x: Tensor, gate: str | None = None, **options: object) -> Tensor:
+    log = -x.abs()
+    g = {None: None, "scalar": log[..., 0], "vector": log}[gate]
+    start = x.new_ones(1, HEADS, DIM, DIM) * x.sum()
+    k = x / (1 + x.square().sum(-1, keepdim=True))
+    o, final = weft.delta_rule(
+        x, k, x, x[..., 0].sigmoid(), g, initial_state=start, output_final_state=True, group=axis, **options
+    )
+    assert final is not None
+    return o + final.sum().to(o.dtype)
+
+
+def conv(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
+    start = x.new_ones(1, HEADS * DIM, 2) * x.sum()
+    weight = x.new_ones(HEADS * DIM, 3) + x.sum()
+    y, final = weft.short_conv(
+        x.flatten(2), weight, weight[:, 0], initial_state=start, output_final_state=True, group=axis, **options
+    )
+    assert final is not None
+    return y.view_as(x) + final.sum()
+
+
 def softmax(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
     shared = x if options.get("method") == "ulysses" else x[:, :, ::2]
     return weft.attention(x, shared, shared, causal=True, group=axis, **options)
@@ -57,6 +79,10 @@ def scan(axis: weft.Axis, x: Tensor, kind: str, **options: object) -> Tensor:
 REFUSED: dict[str, Operation] = {
     **{f"linear_attention {gate}": partial(linear, gate=gate) for gate in (None, "constant", "scalar", "vector")},
     "linear_attention zigzag": partial(linear, gate="scalar", layout="zigzag"),
+    **{f"delta_rule {gate}": partial(delta, gate=gate) for gate in (None, "scalar", "vector")},
+    "delta_rule zigzag": partial(delta, gate="scalar", layout="zigzag", method="ring"),
+    "short_conv": partial(conv, activation="silu"),
+    "short_conv zigzag": partial(conv, layout="zigzag"),
     **{f"attention {method}": partial(softmax, method=method) for method in ("gather", "ring", "ulysses")},
     "attention window": partial(softmax, window=(2, 0), layout="zigzag"),
     "ring_flash_attn": lambda axis, x: ring_flash_attn_func(x, x, x, causal=True, group=axis),

@@ -39,7 +39,8 @@ def test_a_gradient_penalty_is_refused_in_the_same_words_everywhere(name: str, s
         return words, first.detach(), wanted
 
     for words, first, wanted in virtual_world(size).run(program).results:
-        operation = "linear_attention" if name.startswith("linear") else "attention"
+        given = name.split()[0]
+        operation = given if given in ("linear_attention", "delta_rule", "short_conv") else "attention"
         assert words == (
             f"NotImplementedError: {operation}: second derivatives are not supported; detach its gradients, or leave "
             f"out create_graph=True"
@@ -142,7 +143,13 @@ def test_gradgradcheck_where_it_can_be_asked(name: str) -> None:
 
 
 def first_words(name: str) -> str:
-    named = {"linear": "linear_attention", "exclus": "exclusive_scan", "unshar": "unshard"}
+    named = {
+        "linear": "linear_attention",
+        "delta_": "delta_rule",
+        "short_": "short_conv",
+        "exclus": "exclusive_scan",
+        "unshar": "unshard",
+    }
     return f"NotImplementedError: {named.get(name[:6], 'attention')}: "
 
 

@@ -17,7 +17,7 @@ def run_example(axis: weft.Axis, name: str) -> list[float]:
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["train"](axis, 10)
 
 
-@pytest.mark.parametrize("name", ["attention", "linear_attention"])
+@pytest.mark.parametrize("name", ["attention", "delta_rule", "linear_attention"])
 def test_the_loss_of_every_rank_is_that_of_one_process(pool: ProcessWorld, name: str) -> None:
     alone = run_example(weft.Axis.of(None), name)
     assert alone[-1] < 0.9 * alone[0]

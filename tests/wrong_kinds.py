@@ -168,6 +168,18 @@ def _linear_attention(axis: weft.Axis, with_sequence: bool = False) -> Call:
     return lambda **changes: weft.linear_attention(**{"q": q, "k": q, "v": q, **where, **changes})[0]
 
 
+def _delta_rule(axis: weft.Axis, with_sequence: bool = False) -> Call:
+    q = _q(axis.rank)
+    where: dict[str, Any] = {"sequence": weft.sequence(4, group=axis)} if with_sequence else {"group": axis}
+    return lambda **changes: weft.delta_rule(**{"q": q, "k": q, "v": q, "beta": q[..., 0], **where, **changes})[0]
+
+
+def _short_conv(axis: weft.Axis, with_sequence: bool = False) -> Call:
+    x = _q(axis.rank).flatten(2)
+    where: dict[str, Any] = {"sequence": weft.sequence(4, group=axis)} if with_sequence else {"group": axis}
+    return lambda **changes: weft.short_conv(**{"x": x, "weight": torch.ones(4, 3), **where, **changes})[0]
+
+
 def _exclusive_scan(axis: weft.Axis) -> Call:
     return lambda **changes: weft.exclusive_scan(**{"state": torch.ones(2, 3), "group": axis, **changes})
 
@@ -397,6 +409,10 @@ SUBJECTS = {
     "linear_attention with a sequence": Subject(
         lambda axis: _linear_attention(axis, True), weft.linear_attention, tells=False
     ),
+    "delta_rule": Subject(_delta_rule, weft.delta_rule),
+    "delta_rule with a sequence": Subject(lambda axis: _delta_rule(axis, True), weft.delta_rule, tells=False),
+    "short_conv": Subject(_short_conv, weft.short_conv),
+    "short_conv with a sequence": Subject(lambda axis: _short_conv(axis, True), weft.short_conv, tells=False),
     "exclusive_scan": Subject(_exclusive_scan, weft.exclusive_scan, tells=False),
     "shard": Subject(_shard, weft.shard, talks=False),
     "unshard": Subject(_unshard, weft.unshard),

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from weft import optim, world
     from weft.comm import Axis, record
     from weft.ops.attention import attention, head_strides
+    from weft.ops.delta_rule import delta_rule
     from weft.ops.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
     from weft.ops.linear_attention import linear_attention
     from weft.ops.scan import exclusive_scan
     from weft.ops.sequence import Sequence, mean_loss, sequence, shard, unshard
+    from weft.ops.short_conv import short_conv
     from weft.optim import broadcast_parameters, clip_grad_norm_
     from weft.world import launch
 
@@ -32,6 +34,7 @@ __all__ = [
     "attention",
     "broadcast_parameters",
     "clip_grad_norm_",
+    "delta_rule",
     "exclusive_scan",
     "head_strides",
     "launch",
@@ -41,6 +44,7 @@ __all__ = [
     "record",
     "sequence",
     "shard",
+    "short_conv",
     "unshard",
     "world",
 ]

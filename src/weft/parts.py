@@ -4,10 +4,12 @@
 PUBLIC = {
     "weft.comm": ("Axis", "record"),
     "weft.ops.attention": ("attention", "head_strides"),
+    "weft.ops.delta_rule": ("delta_rule",),
     "weft.ops.embedding": ("BigramHashEmbedding", "RowExchange", "ShardedEmbedding"),
     "weft.ops.linear_attention": ("linear_attention",),
     "weft.ops.scan": ("exclusive_scan",),
     "weft.ops.sequence": ("Sequence", "mean_loss", "sequence", "shard", "unshard"),
+    "weft.ops.short_conv": ("short_conv",),
     "weft.optim": ("broadcast_parameters", "clip_grad_norm_"),
     "weft.world": ("launch",),
 }

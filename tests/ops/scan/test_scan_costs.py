@@ -81,19 +81,23 @@ def test_the_costs_in_the_table_are_those_of_the_schedules(size: int) -> None:
             assert (delays, states) == (method.rounds(size), method.states(size, 4))
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 16, 64])
-def test_auto_takes_what_is_fastest_in_virtual_time(size: int) -> None:
-    """With the network `choose` assumes, for states from 16 KB to 8 MB."""
+def test_auto_takes_what_is_fastest_in_virtual_time(size: int, dense: bool) -> None:
+    """With the network `choose` assumes, for states from 16 KB to 8 MB; dense maps are twice as much."""
     machine = weft.world.Machine(LATENCY, BANDWIDTH)
     for heads in (1, 8, 64, 512) if size < 64 else (8,):
         state = torch.empty(heads, 64, 64, device="meta")
+        maps = {"transition": state} if dense else {}
 
         def seconds(method: str) -> float:
             world = weft.world.VirtualWorld(size, machine)
-            return world.run(lambda axis: weft.exclusive_scan(state, method=method, group=axis)).elapsed  # noqa: B023
+            return world.run(
+                lambda axis: weft.exclusive_scan(state, **maps, method=method, group=axis)  # noqa: B023
+            ).elapsed
 
         times = {method: seconds(method) for method in METHODS}
-        assert times[choose(Form.of(state), size)] <= 1.1 * min(times.values()), (heads, times)
+        assert times[choose(Form.of(state, **maps), size)] <= 1.1 * min(times.values()), (heads, times)
 
 
 def test_what_is_sent_is_received() -> None:

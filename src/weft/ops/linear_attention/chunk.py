@@ -16,8 +16,8 @@ from torch import Tensor
 
 from weft.ops.linear_attention.gate import Gate, Gradients, ScalarGate
 from weft.ops.linear_attention.gate_vector import VectorGate
-from weft.ops.linear_attention.grid import Grid
 from weft.ops.scan import Affine
+from weft.ops.scan.grid import Grid
 
 
 def _gate(grid: Grid, q: Tensor, k: Tensor, g: Tensor | None, scale: float) -> Gate:

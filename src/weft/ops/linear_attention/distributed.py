@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +12,19 @@ from weft.comm import Axis
 from weft.comm.function import RankFunction
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward
-from weft.ops.linear_attention.state_scan import (
-    SegmentMap,
+from weft.ops.scan import Form, choose
+from weft.ops.scan.state_scan import (
     SequencePlan,
     StateScan,
+    begin_work,
     collect_final_gradients,
-    plan_dense,
-    plan_sequence,
+    initial_gradient,
+    join_runs,
     segment_maps,
     share_final_states,
     states_by_run,
 )
-from weft.ops.scan import Form, choose
-from weft.ops.sequence.layout import Bounds, Sequence, predict, resolve
+from weft.ops.sequence.layout import Bounds, Sequence
 
 # The local kernels: plain torch operations anywhere, Triton's on CUDA.
 FORWARD: dict[str, type[ChunkForward] | type[FusedForward]] = {"torch": ChunkForward, "triton": FusedForward}
@@ -92,22 +91,18 @@ class LinearAttention(RankFunction):
                 for t in [run.tokens]
             ]
 
-        if options.cu_seqlens is None or sequence is not None:
-            plan = plan_dense(axis, options.layout, q.shape[1]) if sequence is None else plan_sequence(sequence)
-            scan = StateScan(call, plan, form, method)
-            kernels = work_on(plan)
-            if sequence is None:
-                call.metadata.wait()
-        else:  # packed, and lengths are still being gathered: begin on a prediction, and again if it was wrong
-            predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens)
-            if predicted is not None:
-                plan = plan_sequence(predicted)
-                kernels = work_on(plan)
-            sequence = resolve("linear_attention", call, axis, options.layout, options.cu_seqlens)
-            if predicted is None or predicted.lengths != sequence.lengths:
-                plan = plan_sequence(sequence)
-                kernels = work_on(plan)
-            scan = StateScan(call, plan, form, method)
+        plan, scan, kernels = begin_work(
+            "linear_attention",
+            call,
+            axis,
+            options.layout,
+            options.cu_seqlens,
+            q.shape[1],
+            sequence,
+            form,
+            method,
+            work_on,
+        )
         found = [kernel.maps for kernel in kernels]
         maps = segment_maps(plan, found, batch)
         travelling = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
@@ -128,7 +123,7 @@ class LinearAttention(RankFunction):
         ctx.axis = axis
         ctx.how = options, plan, method, backend, call.number
         ctx.set_materialize_grads(False)
-        return _join(outs), None if arriving is None else arriving.wait()
+        return join_runs(outs), None if arriving is None else arriving.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -158,27 +153,12 @@ class LinearAttention(RankFunction):
             kernel.intra()
         leaving = states_by_run(plan, travelling.wait(), found)
         grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
-        dq, dk, dv = _join([x[0] for x in grads]), _join([x[1] for x in grads]), _join([x[2] for x in grads])
+        dq, dk, dv = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:3])
         gates = [grad[3] for grad in grads if grad[3] is not None]
-        dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else _join(gates)
+        dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else join_runs(gates)
         wanted = initial if ctx.needs_input_grad[4] else None
-        return dq, dk, dv, dg, _initial_gradient(wanted, maps, [grad[4] for grad in grads]), None, None, None, None
-
-
-def _initial_gradient(initial: Tensor | None, maps: Items[SegmentMap], grads: Items[Tensor]) -> Tensor | None:
-    """The gradient of the initial states of the documents that begin here; zero for all others."""
-    if initial is None:
-        return None
-    total = grads[0].new_zeros(initial.shape)
-    for one in maps:
-        if one.segment.is_first:
-            total[one.document_rows] = grads[one.run][one.rows]
-    return total.to(initial.dtype)
+        return dq, dk, dv, dg, initial_gradient(wanted, maps, [grad[4] for grad in grads]), None, None, None, None
 
 
 def _cut(g: Tensor | None, tokens: slice) -> Tensor | None:
     return g if g is None or g.ndim == 1 else g[:, tokens]
-
-
-def _join(parts: Items[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.linear_attention.gate import FLOOR, LOG2E, Gate, Gradients
-from weft.ops.linear_attention.grid import Grid, Tile, level_blocks, level_sizes
+from weft.ops.scan.grid import Grid, Tile, level_blocks, level_sizes
 
 # Blocks up to this many tokens are multiplied elementwise: products of matrices this small are all overhead.
 SMALL = 2

@@ -23,12 +23,14 @@ class Method:
     """A schedule, and its costs on P > 1 ranks as `weft.world.VirtualWorld` finds them.
 
     rounds(P): the delays one after the other. states(P, K): the time where only bytes cost, in units of the time of one
-    state, with K blocks.
+    state, with K blocks. decays(P): how many of these states have their decay with them, which is as large as a state
+    where it is dense.
     """
 
     schedule: Callable[[Path, Form], Schedule[Tensor | None]]  # returns the state entering this rank, None for zero
     rounds: Callable[[int], int]
     states: Callable[[int, int], float]
+    decays: Callable[[int], float]
 
 
 def _log2(size: int) -> int:
@@ -36,12 +38,12 @@ def _log2(size: int) -> int:
 
 
 METHODS: dict[str, Method] = {
-    "ring": Method(ring, lambda p: p - 1, lambda p, k: p - 1),
-    "gather": Method(gather, lambda p: 1, lambda p, k: p - 1),
-    "pipeline": Method(pipeline, lambda p: p - 1, lambda p, k: (p + k - 2) / k),
-    "tree": Method(tree, lambda p: 2 * _log2(p) + 1, lambda p, k: 2 * _log2(p) + 1),
-    "doubling": Method(doubling, _log2, lambda p, k: _log2(p)),
-    "transpose": Method(transpose, lambda p: 2, lambda p, k: 2 * (p - 1) / p),
+    "ring": Method(ring, lambda p: p - 1, lambda p, k: p - 1, lambda p: 0),
+    "gather": Method(gather, lambda p: 1, lambda p, k: p - 1, lambda p: p - 1),
+    "pipeline": Method(pipeline, lambda p: p - 1, lambda p, k: (p + k - 2) / k, lambda p: 0),
+    "tree": Method(tree, lambda p: 2 * _log2(p) + 1, lambda p, k: 2 * _log2(p) + 1, _log2),
+    "doubling": Method(doubling, _log2, lambda p, k: _log2(p), lambda p: _log2(p) - 1),
+    "transpose": Method(transpose, lambda p: 2, lambda p, k: 2 * (p - 1) / p, lambda p: (p - 1) / p),
 }
 
 # What `choose` assumes of the network, until the planner knows better: a delay in seconds and a rate in bytes/s.
@@ -65,7 +67,8 @@ def choose(form: Form, size: int) -> str:
     order = ("doubling", *METHODS)  # on two ranks most are alike
 
     def seconds(name: str) -> float:
-        states = METHODS[name].states(size, form.block_count(None))
-        return METHODS[name].rounds(size) * LATENCY + states * form.state_bytes / BANDWIDTH
+        states = METHODS[name].states(size, form.block_count(None)) * form.state_elements
+        decays = METHODS[name].decays(size) * (form.map_elements - form.state_elements)
+        return METHODS[name].rounds(size) * LATENCY + (states + decays) * form.dtype.itemsize / BANDWIDTH
 
     return min(order, key=seconds)

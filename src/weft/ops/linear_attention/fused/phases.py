@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.ops.linear_attention.fused.operators import operators
 from weft.ops.linear_attention.fused.tiling import Pieces, cut, gate_kind, tile
 from weft.ops.linear_attention.gate import FLOOR
-from weft.ops.linear_attention.grid import Grid
+from weft.ops.scan.grid import Grid
 
 
 @dataclass

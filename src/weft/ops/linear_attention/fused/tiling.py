@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.function import keep_tensors
-from weft.ops.linear_attention.grid import Grid
+from weft.ops.scan.grid import Grid
 
 MAX_DIM = 256  # K and V
 MAX_CHUNK = 128

@@ -1,4 +1,4 @@
-"""The chunk grid shared by the linear-attention kernels: geometry, tiles, and the recurrence over chunks.
+"""The chunk grid of linear attention and the delta rule: geometry, tiles, and the recurrence over chunks.
 
 Tokens [B, T, heads, D] are cut into segments (packed documents), and every segment into chunks of C tokens; the last
 chunk of a segment is padded with zeros. A batch row then has M chunks, and the unit of work is a *tile*: some chunks of
@@ -174,6 +174,11 @@ class Grid:
         """A tile [m, b, heads, C, D], heads repeated for their group: itself or a view [m, b, heads, group, C, D]."""
         group = self.value_heads // view.shape[2]
         return view if group == 1 else view.unsqueeze(3).expand(-1, -1, -1, group, -1, -1)
+
+    def copy(self, x: Tensor, tile: Tile) -> Tensor:
+        """What `take` gives, in memory that stays; where x is as it should be, a view of it."""
+        view = self._shared(x[tile.m, tile.b])
+        return view.to(self.dtype).reshape(-1, *view.shape[-2:])
 
     def take(self, name: str, x: Tensor, tile: Tile) -> Tensor:
         """The tile of x [M, B, heads, C, D] as dense [n, C, D] over the value heads, in the arithmetic's dtype."""

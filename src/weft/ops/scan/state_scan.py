@@ -5,19 +5,22 @@ All documents that span runs advance together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call, Path, Pending
 from weft.comm.schedule import ScheduleExecutor
-from weft.ops.scan import Affine, Form, schedule
-from weft.ops.sequence.layout import Sequence, lay_out, ranks_of_runs, run_lengths
+from weft.ops.scan.affine import Affine, Form
+from weft.ops.scan.methods import schedule
+from weft.ops.sequence.layout import Bounds, Sequence, lay_out, predict, ranks_of_runs, resolve, run_lengths
 
+T = TypeVar("T")
 RunMaps = Items[tuple[Tensor | None, Tensor]]  # the ``maps`` of the kernel of each run
 
 
@@ -67,6 +70,22 @@ class SequencePlan:
     def ending_on(self, rank: int) -> list[int]:
         """The documents whose final state ``rank`` has."""
         return [document for document, end in enumerate(self.ends) if end == rank]
+
+    def apart(self) -> SequencePlan:
+        """The same with every segment that goes on from an earlier run in a run of its own.
+
+        Only a run's first segment can have come from elsewhere.
+        """
+        runs: list[LocalRun] = []
+        for run in self.runs:
+            if len(run.segments) < 2 or run.segments[0].is_first:
+                runs.append(run)
+                continue
+            first, *others = run.segments
+            cut = run.tokens.start + first.length
+            runs.append(LocalRun(slice(run.tokens.start, cut), (first,)))
+            runs.append(LocalRun(slice(cut, run.tokens.stop), tuple(others)))
+        return SequencePlan(tuple(runs), self.ends)
 
 
 def plan_dense(axis: Axis, layout: str, length: int) -> SequencePlan:
@@ -119,13 +138,14 @@ class SegmentMap:
     document_rows: slice  # of all documents' states
 
 
-def segment_maps(plan: SequencePlan, found: RunMaps, batch: int) -> list[SegmentMap]:
-    """The maps of all segments of this rank, run by run."""
+def segment_maps(plan: SequencePlan, found: RunMaps, batch: int, dense: bool = False) -> list[SegmentMap]:
+    """The maps of all segments of this rank, run by run. ``dense``: their decays are matrices, not logs."""
     maps = []
-    for index, (run, (log, state)) in enumerate(zip(plan.runs, found, strict=True)):
+    for index, (run, (decay, state)) in enumerate(zip(plan.runs, found, strict=True)):
         for number, segment in enumerate(run.segments):
             rows = _rows(number, batch)
-            own = Affine.of(state[rows], None if log is None else log[rows])
+            mine = None if decay is None else decay[rows]
+            own = Affine.of(state[rows], transition=mine) if dense else Affine.of(state[rows], mine)
             maps.append(SegmentMap(index, segment, own, rows, _rows(segment.document, batch)))
     return maps
 
@@ -176,6 +196,33 @@ class StateScan:
         return Pending(finish)
 
 
+def begin_work(
+    operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None, length: int, given: Sequence | None,
+    form: Form, method: str, work: Callable[[SequencePlan], T],
+) -> tuple[SequencePlan, StateScan, T]:  # fmt: skip
+    """The plan of a call, its scan with receives posted, and what ``work(plan)`` gives.
+
+    The work needs no other rank's length unless documents are packed: then it begins on a prediction while lengths are
+    gathered, and again if that was wrong. With a sequence that was ``given`` nothing is gathered.
+    """
+    if bounds is None or given is not None:
+        plan = plan_dense(axis, layout, length) if given is None else plan_sequence(given)
+        scan = StateScan(call, plan, form, method)
+        done = work(plan)
+        if given is None:
+            call.metadata.wait()
+        return plan, scan, done
+    predicted = predict(axis, length, layout, bounds)
+    if predicted is not None:
+        plan = plan_sequence(predicted)
+        done = work(plan)
+    sequence = resolve(operation, call, axis, layout, bounds)
+    if predicted is None or predicted.lengths != sequence.lengths:
+        plan = plan_sequence(sequence)
+        done = work(plan)
+    return plan, StateScan(call, plan, form, method), done
+
+
 def states_by_run(plan: SequencePlan, states: Items[Tensor | None], found: RunMaps) -> list[Tensor | None]:
     """The segments' states put together for each run; None where all of them are zero."""
     joined: list[Tensor | None] = []
@@ -224,6 +271,22 @@ def collect_final_gradients(call: Call, plan: SequencePlan, grad: Tensor, batch:
         return total
 
     return Pending(finish)
+
+
+def initial_gradient(initial: Tensor | None, maps: Items[SegmentMap], grads: Items[Tensor]) -> Tensor | None:
+    """The gradient of the initial states of the documents that begin here; zero for all others."""
+    if initial is None:
+        return None
+    total = grads[0].new_zeros(initial.shape)
+    for one in maps:
+        if one.segment.is_first:
+            total[one.document_rows] = grads[one.run][one.rows]
+    return total.to(initial.dtype)
+
+
+def join_runs(parts: Items[Tensor]) -> Tensor:
+    """What the runs of a rank gave, ``[B, tokens, ...]``, as its tokens lie in memory."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def _rows(document: int, batch: int) -> slice:
