@@ -10,8 +10,8 @@ import torch
 from recurrence import reference
 from torch import Tensor
 
-from weft.ops.linear_attention import grid
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
+from weft.ops.scan import grid
 
 DECAYS = ["none", "constant", "constant_v", "scalar", "scalar_v", "vector", "vector_v"]
 GATES = DECAYS[1:]

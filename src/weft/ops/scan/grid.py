@@ -9,7 +9,6 @@ the recurrence over chunks touches one contiguous block.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from dataclasses import dataclass
@@ -84,11 +83,6 @@ class Grid:
         self.owner = [s for s, count in enumerate(counts) for _ in range(count)]  # the segment of a chunk
         self.chunks = len(self.owner)
         self.aligned = self.chunks * self.chunk == self.tokens
-
-    @functools.cached_property
-    def _owners(self) -> Tensor:
-        """`owner`, where the states are."""
-        return copy_to_device(torch.tensor(self.owner), self.device)
 
     @property
     def tiles(self) -> list[Tile]:
@@ -229,7 +223,10 @@ class Grid:
         if late is None:
             return
         late = late[:, tile.b]
-        late = late.expand(tile.shape[0], -1, -1, -1, -1) if len(self.spans) == 1 else late[self._owners[tile.m]]
+        if len(self.spans) == 1:
+            late = late.expand(tile.shape[0], -1, -1, -1, -1)
+        else:
+            late = late[copy_to_device(torch.tensor(self.owner[tile.m]), self.device)]
         mine = states[tile.m.start + shift : tile.m.stop + shift, tile.b]
         _accumulate(mine, late, None if decay is None else decay[tile.m, tile.b])
 
