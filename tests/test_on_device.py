@@ -185,3 +185,30 @@ SOME = [
 @pytest.mark.parametrize("name", SOME)
 def test_half_precision(name: str) -> None:
     expect_the_same(3, lambda axis, device: step(axis, device, name, EVEN, torch.bfloat16), 3e-2)
+
+
+@pytest.mark.parametrize(("name", "size"), by_turns(OPERATIONS))
+def test_arithmetic_is_outside_autocast(name: str, size: int) -> None:
+    """The dtype of the inputs decides: not a bit differs, wherever an autocast of the device is on."""
+    run: Operation = OPERATIONS[name]
+    simulated_device()
+
+    def once(axis: weft.Axis, forward: bool, backward: bool) -> list[Tensor]:
+        given = tokens(axis.rank).detach()
+        leaves = [x.to("sim").requires_grad_() for x in (given, given[0, 1].mT @ given[0, 2] / DIM)]
+        with torch.autocast("sim", torch.bfloat16, enabled=forward):
+            if name.startswith("exclusive_scan dense"):  # its decay would be computed under autocast there
+                state = leaves[0][0, 0].mT
+                out = weft.exclusive_scan(state, transition=leaves[1], reverse="reverse" in name, group=axis)
+            else:
+                out = run(axis, leaves[0])
+        with torch.autocast("sim", torch.bfloat16, enabled=backward):
+            (weights_like(out) * out.square()).sum().backward()
+        return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves if leaf.grad is not None)]
+
+    def program(axis: weft.Axis) -> bool:
+        wanted = once(axis, False, False)
+        found = [once(axis, *on) for on in ((True, False), (False, True), (True, True))]
+        return all(x.dtype == y.dtype and torch.equal(x, y) for one in found for x, y in zip(one, wanted, strict=True))
+
+    assert all(weft.world.VirtualWorld(size, rules="nccl", device="sim").run(program).results)
