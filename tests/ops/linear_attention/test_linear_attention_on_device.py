@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import Interpreter
 from worlds import simulated_device
 
 import weft
@@ -46,3 +47,44 @@ def test_the_scan_of_states_owns_its_memory(method: str, size: int, monkeypatch:
 
     monkeypatch.setattr(Call, "start", start_without_buffers)
     assert any("freed too early" in one for one in reports_of(method, size, "contiguous"))
+
+
+def backends_agree_on_device(gate: str, layout: str, method: str) -> float:
+    """Triton's kernels against those of torch, on 2 ranks: the worst error, of results and all gradients."""
+    simulated = simulated_device()
+
+    def step(axis: weft.Axis, backend: str) -> list[torch.Tensor]:
+        make = torch.Generator().manual_seed(axis.rank)
+        tokens = (21, 16)[axis.rank]
+        shape = {"none": (), "constant": (2,), "scalar": (1, tokens, 2), "vector": (1, tokens, 2, 16)}[gate]
+        given = [torch.randn(1, tokens, 2, 16, generator=make) for _ in range(3)] + [torch.ones(1, 2, 16, 16)]
+        given += [] if gate == "none" else [torch.rand(shape, generator=make) if gate != "constant" else torch.ones(2)]
+        leaves = [x.to("sim").requires_grad_() for x in given]
+        with simulated.no_host_sync():
+            o, final = weft.linear_attention(
+                *leaves[:3], -leaves[4] if leaves[4:] else None, initial_state=leaves[3], output_final_state=True,
+                backend=backend, layout=layout, method=method, chunk_size=16, group=axis,
+            )  # fmt: skip
+            assert final is not None and o.device.type == "sim"
+            (o.square().sum() + final.sum()).backward()
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        return [x.detach().cpu() for x in (o, final, *gradients)]
+
+    def program(axis: weft.Axis) -> float:
+        pairs = zip(step(axis, "triton"), step(axis, "torch"), strict=True)
+        return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
+
+    with simulated.collect_reports() as found:
+        worst = max(weft.world.VirtualWorld(2, rules="nccl", device="sim").run(program).results)
+    assert found == []
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("gate", "layout", "method"),
+    [("none", "contiguous", "ring"), ("constant", "zigzag", "gather"), ("scalar", "zigzag", "doubling"),
+     ("vector", "contiguous", "transpose")],
+)  # fmt: skip
+def test_triton_kernels(interpreter: Interpreter, gate: str, layout: str, method: str) -> None:
+    """Their launches are operators of the device: ordered by streams, on memory of its own, and never waited for."""
+    assert interpreter.run(backends_agree_on_device, gate, layout, method) <= 2e-5

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import at, find_number_fault, find_tensor_fault, read
+from weft.comm.device import runs_behind, start_copy_to_host
 from weft.comm.function import RankFunction, eager
 from weft.errors import name_ranks
 from weft.ops.sequence.layout import DTYPES
@@ -22,6 +23,7 @@ class _Options:
     """What the ranks must have in common."""
 
     dtype: torch.dtype
+    device: str  # its type
     counted: bool
 
 
@@ -39,7 +41,8 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
     share, where P are the ranks of ``group``: their average is the gradient of the mean, and norms and clipping are
     right. Do not multiply by P. Second derivatives are refused on more than one rank.
 
-    Two numbers of each rank travel, in one round.
+    Two numbers of each rank travel, in one round. A ``loss_sum`` on a device is not read by the host: it travels from
+    there, as fp64, in a second round. So give ``count`` as a number or on the CPU; one on the device is waited for.
 
     >>> mean_loss(torch.tensor(6.0), 4)
     tensor(1.5000)
@@ -58,32 +61,42 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
             f"it from the model's output there too: the sum over no tokens is 0 and has a gradient"
         )
     losses, tokens = (math.fsum(_as_float(row[at]) for row in gathered) for at in range(2))
+    total: Tensor | None = None
+    if runs_behind(loss_sum.device):
+        total = torch.stack(call.all_gather(loss_sum.detach().double().reshape(1)).wait()).sum()
+        if count is not None and tokens == 0:  # on all ranks alike, and then there is nothing to wait for
+            losses = float(start_copy_to_host(total).wait())
     if count is None:
         tokens = 1.0
     if tokens == 0 and losses != 0:
         raise ValueError(
             f"mean_loss: there are no tokens on any of {axis.size} ranks, but their losses add up to {losses}"
         )
-    mean: Tensor = _Mean.apply(
-        loss_sum, losses / tokens if tokens else 0.0, axis.size / tokens if tokens else 0.0, axis
-    )
+    value = (losses if total is None else total) / tokens if tokens else 0.0
+    mean: Tensor = _Mean.apply(loss_sum, value, axis.size / tokens if tokens else 0.0, axis)
     return mean
 
 
 def _read(loss_sum: Tensor, count: float | Tensor | None, rank: int) -> tuple[_Options, list[float], bool] | Exception:
-    """What the ranks must have in common, this rank's two numbers, and whether a gradient is wanted; or a fault."""
+    """What the ranks must have in common, this rank's two numbers, and whether a gradient is wanted; or a fault.
+
+    The first number is 0 where the loss is on a device.
+    """
     words = "a floating-point tensor, the sum of the losses of this rank's tokens"
     if fault := find_tensor_fault("mean_loss", "loss_sum", loss_sum, rank, DTYPES, words):
         return fault
     if loss_sum.numel() != 1:
         return ValueError(f"mean_loss: loss_sum must have one element, got {list(loss_sum.shape)}{at(rank)}")
+    if isinstance(count, Tensor):
+        count = start_copy_to_host(count).wait()
     if count is not None:
         if fault := find_number_fault("mean_loss", "count", count, rank, tensor=True):
             return fault
         if float(count) < 0:
             return ValueError(f"mean_loss: count must not be negative, got {float(count)}{at(rank)}")
-    numbers = [float(loss_sum.detach().double()), 0.0 if count is None else float(count)]
-    options = _Options(loss_sum.dtype, count is not None)
+    loss = 0.0 if runs_behind(loss_sum.device) else float(loss_sum.detach().double())
+    numbers = [loss, 0.0 if count is None else float(count)]
+    options = _Options(loss_sum.dtype, loss_sum.device.type, count is not None)
     return options, numbers, loss_sum.requires_grad and torch.is_grad_enabled()
 
 
@@ -101,9 +114,11 @@ class _Mean(RankFunction):
     any_order = True
 
     @staticmethod
-    def forward(ctx: Any, loss_sum: Tensor, value: float, scale: float, axis: Axis) -> Tensor:
+    def forward(ctx: Any, loss_sum: Tensor, value: float | Tensor, scale: float, axis: Axis) -> Tensor:
         ctx.scale, ctx.size = scale, axis.size
-        return torch.full_like(loss_sum, value)
+        return (
+            torch.empty_like(loss_sum).copy_(value) if isinstance(value, Tensor) else torch.full_like(loss_sum, value)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.comm.device import copy_to_device
 from weft.comm.function import keep_tensors
 from weft.ops.scan.grid import Grid
 
@@ -90,10 +91,8 @@ def precision(dtype: torch.dtype) -> str:
 
 def find_triton_fault(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> str | None:
     """Why Triton's kernels cannot take these inputs; None if they can."""
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs CUDA tensors (or TRITON_INTERPRET=1, set before the start), got cpu"
-    if q.device.type not in ("cpu", "cuda", "meta"):
-        return f"needs CUDA tensors, got {q.device.type}"
+    if q.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs CUDA tensors (or TRITON_INTERPRET=1, set before the start), got {q.device.type}"
     if q.device.type != "meta" and importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed"
     for label, x in (("q, k, v", q), ("g", g)):
@@ -158,5 +157,5 @@ def _tables(lengths: tuple[int, ...], chunk: int, per_piece: int, device: torch.
             last[-1] = len(start)
         segment_last.append(len(first))
         token += tokens
-    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int32).to(device)
-    return Pieces(*flat.split([len(column) for column in columns]))
+    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int32)
+    return Pieces(*copy_to_device(flat, device).split([len(column) for column in columns]))
