@@ -8,7 +8,17 @@ import types
 import pytest
 import torch
 
-from weft.comm.device import StreamLane, choose_device, copy_to_device, own_device, runs_behind, start_copy_to_host
+import weft
+from weft.comm.call import exchange_coalesced
+from weft.comm.device import (
+    StreamLane,
+    Written,
+    choose_device,
+    copy_to_device,
+    own_device,
+    runs_behind,
+    start_copy_to_host,
+)
 
 pytestmark = pytest.mark.usefixtures("sim")
 
@@ -151,3 +161,40 @@ def test_a_copy_that_is_known_to_be_over_is_not_waited_for(sim) -> None:
     early, late = start_copy_to_host(x), start_copy_to_host(x + 1)
     late.wait()
     assert early.wait().tolist() == [0, 1, 2] and sim.host_syncs.total() == 1
+
+
+def test_a_reader_on_another_stream_comes_after_the_writing_and_keeps_the_memory() -> None:
+    module = torch.get_device_module(SIM)
+    side = module.Stream(SIM)
+    with side:
+        tensor = ones()
+        written = Written(tensor)
+    written.read_here()
+    total = tensor.sum()
+    del tensor, written
+    with side:  # which does not wait for the reader
+        others = [ones() for _ in range(4)]
+    assert float(total) == 64.0 and others
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_messages_that_leave_on_one_stream_and_are_waited_for_on_another(kept: bool) -> None:
+    """What travels is packed into memory of the first stream; the second one unpacks it."""
+
+    def program(axis: weft.Axis) -> float:
+        side = torch.get_device_module(SIM).Stream(SIM)
+        other = 1 - axis.rank
+        with side:
+            filled = [torch.empty(64, device=SIM), torch.empty(32, device=SIM)]
+            call = axis.begin("pair", None)
+            pending = exchange_coalesced(call, [(other, [ones(), ones()[:32]])], [(other, filled)])
+        pending.wait()
+        total = torch.cat(filled).sum()
+        del pending
+        if not kept:
+            filled.clear()
+        with side:
+            more = [torch.zeros(size, device=SIM) for size in (96, 96, 96, 64, 64, 32, 32)]
+        return float(total) * len(more)
+
+    assert weft.world.VirtualWorld(2, rules="nccl", device="sim").run(program).results == [96.0 * 7] * 2

@@ -149,8 +149,8 @@ def decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
         fine = torch.isfinite(values).all()
         if runs_behind(factor.device):
             found = values.flip(0).to(factor.dtype), torch.where(fine, vectors.flip(1), math.nan).to(factor.dtype)
-            pairs = zip(zero_basis(factor), found, strict=True)
-            values, vectors = (torch.where(is_zero(factor), blank, other) for blank, other in pairs)
+            pairs = zip(found, zero_basis(factor), strict=True)  # laid out as the first: in columns, as on the CPU
+            values, vectors = (torch.where(~is_zero(factor), other, blank) for other, blank in pairs)
             return values, vectors
         if fine:
             return values.flip(0).to(factor.dtype), vectors.flip(1).to(factor.dtype)
