@@ -121,7 +121,7 @@ def _use_simulated_device(config: TrainConfig) -> None:
         raise ValueError("train: --device sim is for one process; virtual ranks have it in weft.world.VirtualWorld")
     if (why := simulated.misfit()) is not None:
         raise ValueError(f"train: --device sim: {why}")
-    simulated.install()
+    simulated.install(whole_process=True)
 
 
 def _check_folders(config: TrainConfig) -> None:

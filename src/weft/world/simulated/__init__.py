@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from weft.world.simulated import streams
 from weft.world.simulated.autocast import install_autocast
 from weft.world.simulated.device_module import make_device_module
 from weft.world.simulated.flash import install_flash
@@ -68,8 +69,13 @@ def fits() -> bool:
     return misfit() is None
 
 
-def install() -> None:
-    """Make ``torch.device("sim")``, in this process and for good. A second call does nothing."""
+def install(whole_process: bool = False) -> None:
+    """Make ``torch.device("sim")``, in this process and for good. A second call does nothing.
+
+    Threads that enter a `Rank` find it available as their accelerator, others only with ``whole_process``.
+    """
+    if whole_process:
+        streams.whole_process.append(True)
     if _kept:
         return
     if (reason := misfit()) is not None:

@@ -50,7 +50,7 @@ def make_device_module() -> types.ModuleType:
         set_device=lambda device: None,
         current_device=lambda: 0,
         device_count=lambda: 1,
-        is_available=streams.has_rank,
+        is_available=streams.is_accelerator,
         is_initialized=lambda: True,
         is_current_stream_capturing=lambda: False,
         memory_allocated=_memory_allocated,

@@ -200,6 +200,7 @@ class _Backward:
 _thread = _Thread()
 _latest_backward: list[_Backward] = []  # for the engine's thread of the device, which knows no rank
 _first_rank: list[Rank] = []
+whole_process: list[bool] = []
 
 
 def current_rank() -> Rank:
@@ -212,9 +213,9 @@ def current_rank() -> Rank:
     return _first_rank[0]
 
 
-def has_rank() -> bool:
-    """Whether this thread belongs to a rank: only there is the simulated device the accelerator of a program."""
-    return _thread.rank is not None
+def is_accelerator() -> bool:
+    """Whether the simulated device is the accelerator of the program: in ranks, or where the whole process uses it."""
+    return _thread.rank is not None or bool(whole_process)
 
 
 def enter_rank(rank: Rank | None) -> None:
