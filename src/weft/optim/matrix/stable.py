@@ -60,8 +60,8 @@ def advance(
         keep = settings.keep_factor(number)
         for side, one in (("L", right), ("R", left.mT)):
             if side in state:
-                factor = torch.addmm(state[side], one, one.mT, beta=keep, alpha=(1 - keep) / one.shape[1])
-                new[side] = torch.where(moved, factor, state[side])
+                renew = partial(torch.addmm, state[side], one, one.mT, beta=keep, alpha=(1 - keep) / one.shape[1])
+                new[side] = _if(moved, renew, state[side])
         derive(new)
         roots = _Roots.of(new).if_any_of(roots)
     decayed = grad if weight is None else grad + weight * settings.weight_decay
