@@ -28,9 +28,8 @@ from weft.optim.step.compare import (
     is_lost,
     parameters_of,
 )
-from weft.optim.step.norm import GlobalNorm
 from weft.optim.step.record import AGREEING, StepRecord
-from weft.optim.step.verdict import Verdict, device_of, digest_weights, look
+from weft.optim.step.verdict import GlobalNorm, Verdict, device_of, digest_weights, look
 
 if TYPE_CHECKING:
     from weft.optim.step.part import StepPart
