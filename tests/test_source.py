@@ -127,3 +127,18 @@ def test_public_names() -> None:
     assert set(weft.optim.__all__) == {
         "REKLS", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart", "broadcast_parameters", "clip_grad_norm_",
     }  # fmt: skip
+
+
+def test_cuda_is_named_only_where_a_kernel_is_chosen() -> None:
+    """What knows of streams, events and pinned copies is `comm/device.py`, for every kind of accelerator."""
+    named = re.compile(
+        r"torch\.cuda|\.is_cuda|device\.type .*\"cuda\"|pin_memory|record_stream|current_stream|record_event"
+    )
+    kernels = ("ops/linear_attention/fused/", "ops/linear_attention/operation.py", "bench/", "world/simulated/")
+    found = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if named.search(line.partition("#")[0])
+    }
+    assert {file for file in found if not file.startswith(kernels)} == {"comm/device.py"}
