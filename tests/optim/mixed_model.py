@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from worlds import place
 
 import weft
 from weft import optim
+from weft.comm.wire import SoloWire
 
 ROWS, WIDTH = 37, 6
 
@@ -29,6 +31,8 @@ class Mixed(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(4, 3, dtype=dtype))
         self.unused_bias = nn.Parameter(torch.ones(5, dtype=dtype))
+        if not isinstance(axis.wire, SoloWire):
+            place(self)  # a rank's
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.net(self.table(ids) + self.second(ids % 11)).float().square().sum() + self.frozen.sum()
@@ -68,13 +72,13 @@ def overlapped(
 ) -> optim.OverlappedStep:
     """The parts listed in some ``order``."""
     parts = parts_of(model, axis, mode)
-    return optim.OverlappedStep([parts[place] for place in order], **options)
+    return optim.OverlappedStep([parts[at] for at in order], **options)
 
 
 def backward(model: Mixed, axis: weft.Axis, step: int, micros: int, quiet: Callable[[], Any] = nullcontext) -> None:
     for micro in range(micros):
         with quiet() if micro < micros - 1 else nullcontext():
-            model(ids_of(step, micro, axis.rank)).backward()
+            model(ids_of(step, micro, axis.rank).to(model.frozen.device)).backward()
 
 
 def train_in_sequence(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from worlds import place
 
 import weft
 from weft import optim
@@ -89,20 +90,24 @@ def train_alone(steps: int, data_ranks: int = 1, kinds=KINDS, dtype=torch.float3
     return [parameter.detach() for parameter in parameters]
 
 
+def parts_of_rank(axis: weft.Axis, uneven: bool, kinds=KINDS, dtype=torch.float32) -> list[torch.nn.Parameter]:
+    return place([
+        torch.nn.Parameter(part_of(weight, kind, axis.rank, axis.size, uneven))
+        for weight, kind in zip(weights(kinds, dtype), kinds, strict=True)
+    ])  # fmt: skip
+
+
 def train_over(
     axis: weft.Axis, steps: int, uneven: bool = False, data: weft.Axis | None = None, kinds=KINDS, dtype=torch.float32,
     **options: Any,
 ) -> list[Tensor]:  # fmt: skip
     """This rank's parts after some steps."""
-    parameters = [
-        torch.nn.Parameter(part_of(weight, kind, axis.rank, axis.size, uneven))
-        for weight, kind in zip(weights(kinds, dtype), kinds, strict=True)
-    ]
+    parameters = parts_of_rank(axis, uneven, kinds, dtype)
     optimizer = optim.REKLS(groups_of(parameters, kinds), lr=0.01, group=axis, data_group=data, **options)
     for step in range(steps):
         grads = gradients(step, 0 if data is None else data.rank, kinds, dtype)
         for parameter, kind, grad in zip(parameters, kinds, grads, strict=True):
-            parameter.grad = part_of(grad, kind, axis.rank, axis.size, uneven)
+            parameter.grad = place(part_of(grad, kind, axis.rank, axis.size, uneven))
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
 

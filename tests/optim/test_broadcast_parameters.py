@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
@@ -24,12 +24,12 @@ def model(seed: int) -> nn.Module:
     return net
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("source", [0, 2])
 def test_every_rank_gets_parameters_and_buffers_of_the_source(source: int) -> None:
     def program(axis: weft.Axis) -> tuple[dict[str, Tensor], int]:
-        net = model(axis.rank)
-        table = weft.ShardedEmbedding(7, 2, group=axis)
+        net = place(model(axis.rank))
+        table = place(weft.ShardedEmbedding(7, 2, group=axis))
         rows = table.weight.detach().clone()
         net.table = table
         with weft.record() as ledger:
@@ -45,10 +45,10 @@ def test_every_rank_gets_parameters_and_buffers_of_the_source(source: int) -> No
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_what_one_rank_has_wrong_is_raised_on_all() -> None:
     def program(axis: weft.Axis, given: Any, source: Any) -> str:
-        good = [torch.ones(2)]
+        good, given = place([torch.ones(2)]), place(given)
         try:
             weft.broadcast_parameters(
                 given if axis.rank == 1 else good, group=axis, source=source if axis.rank == 1 else 0
@@ -105,17 +105,18 @@ def test_shards_are_not_broadcast_over_the_axis_that_cuts_them(four: ProcessWorl
 
 def grads_of(parameters: list[nn.Parameter], rank: int) -> None:
     for at, parameter in enumerate(parameters):
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * at + rank))
+        grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * at + rank))
+        parameter.grad = place(grad)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("named", [False, True])
 def test_rekls_takes_a_data_group_alone(named: bool) -> None:
     """Matrices and vectors; also where ``group`` names the same ranks."""
 
     def program(axis: weft.Axis, alone: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (3,), (5, 2), ())]
+        parameters = place([nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (3,), (5, 2), ())])
         options = {"group": axis} if named else {}
         if alone:
             options = {"group": axis.subset([axis.rank])}
@@ -130,11 +131,11 @@ def test_rekls_takes_a_data_group_alone(named: bool) -> None:
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 def test_rekls_tells_all_that_is_wrong_at_once() -> None:
     def program(axis: weft.Axis) -> str:
-        params = [torch.ones(2, 2, 2), torch.ones(3, 3), torch.ones(2, dtype=torch.int64)]
-        table = weft.ShardedEmbedding(7, 2, group=axis).weight
+        params = place([torch.ones(2, 2, 2), torch.ones(3, 3), torch.ones(2, dtype=torch.int64)])
+        table = place(weft.ShardedEmbedding(7, 2, group=axis)).weight
         group = {"params": [*params, table], "partition_dim": 0}
         try:
             optim.REKLS([group], lr=-1.0, betas=(2.0, 0.9), variant="fast", data_group=axis)

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, math.inf, 3.0])
@@ -36,11 +36,12 @@ def test_the_norm_of_everything_counted_once(size: int, replicate: bool, order: 
 
     def program(axis: weft.Axis) -> tuple[Tensor, list[Tensor], int]:
         tables = [weft.ShardedEmbedding.from_embedding(x, group=axis, replicate=replicate) for x in (one, two)]
-        mine = nn.Linear(3, 2).double()
+        tables = place(tables)
+        mine = place(nn.Linear(3, 2).double())
         mine.load_state_dict(head.state_dict())
         loss(*tables, mine, ids[axis.rank]).backward()
         for parameter, grad in zip(mine.parameters(), grads[2:], strict=True):
-            parameter.grad = grad.clone()  # averaged, as DistributedDataParallel would
+            parameter.grad = place(grad.clone())  # averaged, as DistributedDataParallel would
         with weft.record() as ledger:
             found = weft.clip_grad_norm_([*(t.weight for t in tables), *mine.parameters()], 0.1, order)
         shards = [t.weight.grad.to_dense()[t.ownership.ids(axis.rank)] if replicate else t.weight.grad.to_dense()
@@ -60,7 +61,7 @@ def test_the_norm_of_everything_counted_once(size: int, replicate: bool, order: 
 
 def test_a_rank_without_gradients_takes_part() -> None:
     def program(axis: weft.Axis) -> float:
-        table = weft.ShardedEmbedding(4, 1, group=axis, reduce="sum")
+        table = place(weft.ShardedEmbedding(4, 1, group=axis, reduce="sum"))
         table(torch.tensor([0] if axis.rank == 0 else [], dtype=torch.int64)).sum().backward()
         return weft.clip_grad_norm_(table.parameters(), 10.0).item()
 

@@ -18,22 +18,25 @@ from mixed_model import (
     train_overlapped,
 )
 from torch import Tensor
-from worlds import every, virtual_world
+from worlds import every, place, virtual_world
 
 import weft
 from weft import optim
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("early", [False, True])
-def test_it_is_three_optimizers_on_averaged_gradients(size: int, early: bool) -> None:
+def test_it_is_three_optimizers_on_averaged_gradients(size: int, early: bool, every_network: str) -> None:
     """In one process, with gradients averaged by hand and torch's AdamW; with accumulation and without."""
     for micros in every((1, 3)):
         wanted = train_alone(size, 4, micros)
         found = virtual_world(size).run(lambda axis, n=micros: train_overlapped(axis, 4, n, overlap_backward=early))
-        assert_all_have(wanted, found.results)
+        if every_network != "sim":
+            assert_all_have(wanted, found.results)
+        for mine in found.results:  # matmuls of the model may round otherwise on a device
+            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -94,8 +97,8 @@ def test_data_by_tensor_ranks() -> None:
     def program(axis: weft.Axis, joined: bool) -> list[Tensor]:
         row, column = divmod(axis.rank, 2)
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
-        shards = [torch.nn.Parameter(torch.ones(3, 8) * (1 + n)) for n in range(5)]
-        vectors = [torch.nn.Parameter(torch.ones(7))]
+        shards = place([torch.nn.Parameter(torch.ones(3, 8) * (1 + n)) for n in range(5)])
+        vectors = [place(torch.nn.Parameter(torch.ones(7)))]
         parts: list[optim.StepPart] = [
             optim.REKLS(
                 [{"params": shards, "partition_dim": 0}], lr=0.1, variant="stable", group=tensor, data_group=data
@@ -108,8 +111,8 @@ def test_data_by_tensor_ranks() -> None:
             parts[1].cut(100)
         for grad in grads:
             for number, shard in enumerate(shards):
-                shard.grad = grad[row + number % 3][3 * column : 3 * column + 3].clone()
-            vectors[0].grad = grad[row, 0, :7].clone()
+                shard.grad = place(grad[row + number % 3][3 * column : 3 * column + 3].clone())
+            vectors[0].grad = place(grad[row, 0, :7].clone())
             for step in steps:
                 step.step()
         return [p.detach() for p in (*shards, *vectors)]
@@ -158,7 +161,7 @@ def test_a_largest_norm_counts_everything_once(size: int) -> None:
 def clipped_by_hand(axis: weft.Axis, clip: float, norm: float) -> list[Tensor]:
     model = Mixed(axis)
     optimizer = overlapped(model, axis)
-    (model(ids_of(0, 0, axis.rank)) * (clip / (norm + 1e-6))).backward()
+    (model(place(ids_of(0, 0, axis.rank))) * (clip / (norm + 1e-6))).backward()
     optimizer.step()
     return model.values()
 
@@ -173,13 +176,13 @@ def test_the_norm_over_two_axes() -> None:
         row, column = divmod(axis.rank, 2)
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
         half = slice(3 * column, 3 * column + 3)
-        given = [(whole[half], 0), (square, None), (cut[half], 0), (same, None)]
+        given = place([(whole[half], 0), (square, None), (cut[half], 0), (same, None)])
         parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad, _ in given]
         for parameter, (grad, _) in zip(parameters, given, strict=True):
             parameter.grad = grad.clone()
         groups = [{"params": [p], "partition_dim": dim} for p, (_, dim) in zip(parameters, given, strict=True)]
-        vector = torch.nn.Parameter(torch.zeros(6).double())
-        vector.grad = apart.clone()
+        vector = place(torch.nn.Parameter(torch.zeros(6).double()))
+        vector.grad = place(apart.clone())
         step = optim.OverlappedStep(
             [
                 optim.REKLS(groups, lr=0.1, group=tensor, data_group=data),
@@ -200,7 +203,7 @@ def test_the_norm_of_tables_on_different_axes() -> None:
     def program(axis: weft.Axis) -> float:
         row, column = divmod(axis.rank, 2)
         across, along = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
-        tables = [weft.ShardedEmbedding(6, 3, group=one, dtype=torch.float64) for one in (across, along)]
+        tables = [place(weft.ShardedEmbedding(6, 3, group=one, dtype=torch.float64)) for one in (across, along)]
         step = optim.OverlappedStep([optim.RowAdam([table.weight for table in tables], lr=0.1)], clip=1.0)
         for weight, table in enumerate(tables, 1):
             (table(torch.arange(6)) * weight).sum().backward()
@@ -220,9 +223,10 @@ def test_the_norm_over_axes_that_share_ranks(first: str) -> None:
     def program(axis: weft.Axis) -> float:
         row, column = divmod(axis.rank, 2)
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
-        matrix, vector = torch.nn.Parameter(whole[2 * column : 2 * column + 2] * 0), torch.nn.Parameter(apart * 0)
-        matrix.grad, vector.grad = whole[2 * column : 2 * column + 2].clone(), apart.clone()
-        table = weft.ShardedEmbedding(6, 3, group=axis, dtype=torch.float64)
+        rows, numbers = place((whole[2 * column : 2 * column + 2].clone(), apart.clone()))
+        matrix, vector = torch.nn.Parameter(rows * 0), torch.nn.Parameter(numbers * 0)
+        matrix.grad, vector.grad = rows, numbers
+        table = place(weft.ShardedEmbedding(6, 3, group=axis, dtype=torch.float64))
         parts = {
             "vectors": optim.ShardedAdamW([vector], group=data),
             "table": optim.RowAdam([table.weight], lr=0.1),
@@ -244,9 +248,9 @@ def test_the_norm_has_the_same_bits_everywhere() -> None:
     def program(axis: weft.Axis) -> float:
         row, column = divmod(axis.rank, 2)
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
-        table = weft.ShardedEmbedding(6, 3, group=tensor, dtype=torch.float64)
-        vector = torch.nn.Parameter(torch.zeros(7).double())
-        vector.grad = torch.ones(7).double() * (1 + 1e-12 * column)
+        table = place(weft.ShardedEmbedding(6, 3, group=tensor, dtype=torch.float64))
+        vector = place(torch.nn.Parameter(torch.zeros(7).double()))
+        vector.grad = torch.ones_like(vector) * (1 + 1e-12 * column)
         step = optim.OverlappedStep(
             [optim.RowAdam([table.weight], lr=0.1), optim.ShardedAdamW([vector], group=data)], clip=1.0
         )
@@ -263,13 +267,13 @@ def test_parameters_that_come_and_go(early: bool) -> None:
 
     def program(axis: weft.Axis, joined: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(4)])
+        layers = place(torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(4)]))
         parts = [optim.ShardedAdamW(layers[:2].parameters(), lr=0.1, group=axis, bucket_bytes=70),
                  optim.REKLS(layers[2:].parameters(), lr=0.1, variant="stable", group=axis.subset([axis.rank]),
                             data_group=axis)]  # fmt: skip
         steps = [optim.OverlappedStep(parts, overlap_backward=early)] if joined else parts
         for step, used in enumerate(([0, 1, 2, 3], [0, 2], [0, 2], [1, 3], [0, 1, 2, 3], [0, 1, 2, 3])):
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step + 100 * axis.rank))
+            x = place(torch.randn(3, 4, generator=torch.Generator().manual_seed(step + 100 * axis.rank)))
             for index in used:
                 x = layers[index](x).tanh()
             if step == 4:
@@ -295,7 +299,7 @@ def test_a_table_that_is_not_used_in_every_step() -> None:
         parts = parts_of(model, axis)
         steps = [optim.OverlappedStep(parts, overlap_backward=True)] if joined else parts
         for step, used in enumerate((False, True, True, False, True)):
-            ids = ids_of(step, 0, axis.rank)
+            ids = place(ids_of(step, 0, axis.rank))
             rows = model.second(ids % 11) + (model.table(ids) if used else 0.0)
             model.net(rows).square().sum().backward()
             for one in steps:
@@ -314,14 +318,14 @@ def test_gradients_leave_in_the_backward_in_one_order() -> None:
 
     def program(axis: weft.Axis, order: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(width, width + 1) for width in (4, 5, 6)))
+        model = place(torch.nn.Sequential(*(torch.nn.Linear(width, width + 1) for width in (4, 5, 6))))
         parts = [optim.ShardedAdamW(model[at].parameters(), lr=0.1, group=axis) for at in order]
         step = optim.OverlappedStep(parts, overlap_backward=True)
         seen: list[tuple[int, int]] = []  # layers whose gradients have come, messages that have left
         with weft.record() as ledger:
             for number, layer in enumerate(model):
                 layer.weight.register_hook(lambda grad, n=number: seen.append((n, sent(ledger))))
-            model(torch.ones(2, 4) * (1 + axis.rank)).sum().backward()
+            model(place(torch.ones(2, 4)) * (1 + axis.rank)).sum().backward()
             seen.append((-1, sent(ledger)))
             step.step()
         return seen, sent(ledger)

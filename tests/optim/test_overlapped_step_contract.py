@@ -12,7 +12,7 @@ import torch
 from mixed_model import Mixed, assert_all_have, backward, overlapped, parts_of, train_overlapped
 from ranks import errors_of
 from torch import Tensor, nn
-from worlds import virtual_world
+from worlds import place, use_rules, virtual_world
 
 import weft
 from weft import optim
@@ -35,7 +35,8 @@ def plain_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().sum()
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    return model(x.to(model[0].weight.device)).square().sum()
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -83,14 +84,16 @@ def test_a_rate_that_changes_between_the_backward_and_the_step() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_gradient_scaler(early: bool) -> None:
+def test_a_gradient_scaler(early: bool, every_network: str) -> None:
     """The bits of unscaled gradients (the scale is a power of two), over all parts; infinities are passed over on all
     ranks and the scale comes down."""
+    if early and every_network == "sim":
+        pytest.skip("torch's scaler writes gradients, times one, over themselves while they are sent: a race by name")
 
     def program(axis: weft.Axis, scaled: bool) -> tuple[list[Tensor], float]:
         model = Mixed(axis)
         optimizer = overlapped(model, axis, clip=0.3, overlap_backward=early)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+        scaler = torch.amp.GradScaler(model.frozen.device.type, init_scale=2.0**8, enabled=scaled)
         for step in range(4):
             before = [p.detach().clone() for p in model.parameters()]  # in both runs: it brings rows up to date
             if step == 2 and scaled:
@@ -128,9 +131,10 @@ def test_a_scaler_that_unscales_first_is_refused_where_gradients_have_left() -> 
         scaler.step(optimizer)
 
 
+@pytest.mark.usefixtures("every_network")
 def test_groups_that_are_added() -> None:
     def program(axis: weft.Axis, later: bool) -> list[Tensor]:
-        model = linear_model()
+        model = place(linear_model())
         last = {"params": list(model[2].parameters()), "lr": 0.05}
         groups = [{"params": [model[0].bias]}, *([] if later else [last])]
         alone = axis.subset([axis.rank])
@@ -156,6 +160,7 @@ def test_groups_that_are_added() -> None:
         of_model(model).add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
+@pytest.mark.usefixtures("every_network")
 def test_a_state_goes_round_at_any_number_of_ranks() -> None:
     """Saved on 4 virtual ranks after 3 steps and loaded on 4, 2 and 1; the same batches on every rank."""
 
@@ -266,6 +271,7 @@ def test_parts_that_differ_between_ranks_are_found() -> None:
         backward(model, axis, 0, 1)
         optimizer.step()
 
+    use_rules("ideal")  # the others want a step given up to be waited for
     found = errors_of(program)
     assert len(found) == 3 and all("OverlappedStep.step: the ranks disagree" in words for words in found)
 
@@ -284,13 +290,13 @@ def sign_step() -> type[optim.StepPart]:
     return Clipped
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("early", [False, True])
 def test_a_part_of_ones_own(early: bool) -> None:
     """With the three verbs it is an optimizer by itself and a part of a step, clipped and dropped with the others."""
 
     def program(axis: weft.Axis, joined: bool) -> tuple[list[Tensor], str]:
-        model = linear_model()
+        model = place(linear_model())
         parts = [
             sign_step()(model[0].parameters(), 0.1, axis),
             optim.ShardedAdamW(model[2].parameters(), lr=0.1, group=axis),
@@ -340,6 +346,7 @@ def test_explain_adds_up_to_the_ledger(tmp_path: Path) -> None:
         pulls += sum(e.bytes_sent for e in ledger.events if e.operation.startswith("embedding.metadata"))
         return explained, ledger.bytes_sent - pulls, str(explained)
 
+    use_rules("ideal")
     for explained, sent, text in weft.world.VirtualWorld(3, machine).run(program).results:
         rows = {row.part: row for row in explained.rows}
         assert list(rows) == ["RowAdam", "REKLS", "ShardedAdamW", "agreeing"]

@@ -39,7 +39,7 @@ def test_alone_it_is_the_published_update(method: str, dtype: torch.dtype, shape
     assert torch.equal(optimizer.state[parameter]["L"], wanted.L)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", RULES)
@@ -49,7 +49,7 @@ def test_over_ranks_it_has_the_bits_of_one(variant: str, size: int, uneven: bool
     assert_same(wanted, found, uneven)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", DECAY_METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_every_weight_decay_and_dtype(method: str, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ def rows_and_columns(axis: weft.Axis, data: int, tensor: int) -> tuple[weft.Axis
     )
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize("method", ["decoupled", "l2"])
 def test_data_by_tensor_is_one_on_averaged_gradients(data: int, tensor: int, method: str) -> None:

@@ -7,16 +7,16 @@ import math
 
 import pytest
 import torch
-from sharded_run import KINDS, gradients, groups_of, part_of, weights
+from sharded_run import KINDS, gradients, groups_of, part_of, parts_of_rank
 from torch import Tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
 from weft.optim.matrix import engine, rule
 from weft.optim.matrix.plan import RULES
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +30,7 @@ class Run:
 
     def __init__(self, axis: weft.Axis, **options) -> None:
         self.axis = axis
-        self.parameters = [
-            torch.nn.Parameter(part_of(weight, kind, axis.rank, axis.size, True))
-            for weight, kind in zip(weights(), KINDS, strict=True)
-        ]
+        self.parameters = parts_of_rank(axis, True)
         self.optimizer = optim.REKLS(groups_of(self.parameters), lr=0.01, group=axis, **options)
         for step in range(2):
             self.give(step)
@@ -43,9 +40,9 @@ class Run:
     def give(self, step: int, changed: dict[int, Tensor | None] | None = None) -> None:
         """Gradients of a step, some of them changed."""
         for index, (kind, grad) in enumerate(zip(KINDS, gradients(step), strict=True)):
-            self.parameters[index].grad = part_of(grad, kind, self.axis.rank, self.axis.size, True)
+            self.parameters[index].grad = place(part_of(grad, kind, self.axis.rank, self.axis.size, True))
             if changed and index in changed:
-                self.parameters[index].grad = changed[index]
+                self.parameters[index].grad = place(changed[index])
 
     def now(self) -> list[Tensor]:
         states = (self.optimizer.state[parameter] for parameter in self.parameters)
@@ -129,15 +126,15 @@ def test_a_fault_of_one_rank_reaches_all_of_a_mesh() -> None:
 
     def program(axis: weft.Axis) -> tuple[str, Tensor]:
         row, column = divmod(axis.rank, 2)
-        weight = torch.nn.Parameter(torch.ones(2, 3))
+        weight = place(torch.nn.Parameter(torch.ones(2, 3)))
         optimizer = optim.REKLS(
             [{"params": [weight], "partition_dim": 0}], lr=0.1, variant="stable",
             group=axis.subset([2 * row, 2 * row + 1]), data_group=axis.subset([column, 2 + column]),
         )  # fmt: skip
-        weight.grad = None if axis.rank == 3 else torch.ones(2, 3)
+        weight.grad = None if axis.rank == 3 else torch.ones_like(weight)
         with pytest.raises(ValueError, match="has no gradient on rank 1 of 2, but on other ranks") as caught:
             optimizer.step()
-        weight.grad = torch.ones(2, 3)
+        weight.grad = torch.ones_like(weight)
         optimizer.step()
         return str(caught.value), weight.detach()
 
@@ -240,7 +237,8 @@ def test_infinities_that_one_ranks_scaler_found() -> None:
     def program(axis: weft.Axis) -> tuple[bool, Tensor]:
         made = Run(axis)
         made.give(2)
-        made.optimizer.grad_scale, made.optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(axis.rank == 1))
+        scaler = place((torch.tensor(1.0), torch.tensor(float(axis.rank == 1))))
+        made.optimizer.grad_scale, made.optimizer.found_inf = scaler
         made.optimizer.step()
         del made.optimizer.grad_scale, made.optimizer.found_inf
         return made.is_as_before(), made.goes_on()
@@ -253,7 +251,7 @@ def test_infinities_that_one_ranks_scaler_found() -> None:
 def test_gradients_that_unscaling_makes_infinite() -> None:
     def program(made: Run) -> None:
         made.give(2)
-        made.optimizer.grad_scale = torch.tensor(1e-39)
+        made.optimizer.grad_scale = place(torch.tensor(1e-39))
         try:
             made.optimizer.step()
         finally:
@@ -265,9 +263,9 @@ def test_gradients_that_unscaling_makes_infinite() -> None:
 
 def test_a_sum_that_overflows_has_a_mean() -> None:
     def program(axis: weft.Axis) -> Tensor:
-        weight = torch.nn.Parameter(torch.ones(2, 3))
+        weight = place(torch.nn.Parameter(torch.ones(2, 3)))
         optimizer = optim.REKLS([weight], lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
-        weight.grad = torch.full((2, 3), 3e38)
+        weight.grad = torch.full_like(weight, 3e38)
         optimizer.step()
         return weight.detach()
 

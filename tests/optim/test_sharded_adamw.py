@@ -12,13 +12,13 @@ import pytest
 import torch
 from ranks import errors_of
 from torch import Tensor, nn
-from worlds import every, virtual_world
+from worlds import every, place, virtual_world
 
 import weft
 from weft import optim
 from weft.optim.slices.layout import cut_bucket, fill_buckets, row_ranges
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 SHAPES = ((7, 5), (3,), (), (4, 2, 3), (1, 1), (0, 3), (11,), (6, 8))
 
 
@@ -30,6 +30,11 @@ def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 def gradients(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     make = torch.Generator().manual_seed(100 * step + rank + 1)
     return [torch.randn(shape, generator=make).to(dtype) for shape in SHAPES]
+
+
+def placed(given: list[Tensor]) -> list[nn.Parameter]:
+    """Parameters of a rank."""
+    return place([nn.Parameter(weight) for weight in given])
 
 
 def averaged(step: int, ranks: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -54,7 +59,7 @@ OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 
 def give(parameters: list[nn.Parameter], grads: list[Tensor], without: tuple[int, ...] = ()) -> None:
     for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
-        parameter.grad = None if index in without else grad
+        parameter.grad = None if index in without else grad.to(parameter.device)
 
 
 def train_alone(steps: int, ranks: int, dtype=torch.float32, without=()) -> list[Tensor]:
@@ -69,7 +74,7 @@ def train_alone(steps: int, ranks: int, dtype=torch.float32, without=()) -> list
 
 
 def train_over(axis: weft.Axis, steps: int, dtype=torch.float32, without=(), **options) -> list[Tensor]:
-    parameters = [nn.Parameter(weight) for weight in weights(dtype)]
+    parameters = placed(weights(dtype))
     optimizer = optim.ShardedAdamW(groups_of(parameters), **OPTIONS, group=axis, **options)
     for step in range(steps):
         give(parameters, gradients(step, axis.rank, dtype), without)
@@ -114,12 +119,13 @@ def test_parameters_without_gradients_anywhere_are_passed_over() -> None:
 
 def test_parameters_that_do_not_lie_in_a_row() -> None:
     def program(axis: weft.Axis) -> tuple[Tensor, Tensor]:
-        start = torch.arange(24.0).view(4, 6)
+        start = place(torch.arange(24.0).view(4, 6))
         turned, straight = nn.Parameter(start.clone().mT), nn.Parameter(start.mT.contiguous())
         for parameter in (turned, straight):
             optimizer = optim.ShardedAdamW([parameter], lr=0.1, group=axis)
             for step in range(3):
-                parameter.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step + 10 * axis.rank))
+                grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step + 10 * axis.rank))
+                parameter.grad = place(grad)
                 optimizer.step()
         return turned.detach(), straight.detach()
 
@@ -146,7 +152,7 @@ def test_what_is_sent_and_kept(size: int) -> None:
     elements = sum(weight.numel() for weight in weights())
 
     def program(axis: weft.Axis) -> tuple[int, int, int]:
-        parameters = [nn.Parameter(weight) for weight in weights()]
+        parameters = placed(weights())
         optimizer = optim.ShardedAdamW(parameters, group=axis)
         give(parameters, gradients(0, axis.rank))
         with weft.record() as ledger:
@@ -170,7 +176,7 @@ def test_a_largest_norm() -> None:
         theirs.step()
 
     def program(axis: weft.Axis) -> tuple[list[Tensor], list[float]]:
-        parameters = [nn.Parameter(weight) for weight in weights()]
+        parameters = placed(weights())
         optimizer = optim.ShardedAdamW(groups_of(parameters), **OPTIONS, group=axis, clip=0.5)
         found = []
         for step in range(4):
@@ -189,7 +195,7 @@ class Run:
     """Two good steps; then what was is kept."""
 
     def __init__(self, axis: weft.Axis, **options) -> None:
-        self.axis, self.parameters = axis, [nn.Parameter(weight) for weight in weights()]
+        self.axis, self.parameters = axis, placed(weights())
         self.optimizer = optim.ShardedAdamW(groups_of(self.parameters), **OPTIONS, group=axis, **options)
         for step in range(2):
             give(self.parameters, gradients(step, axis.rank))
@@ -297,7 +303,7 @@ def test_what_is_refused() -> None:
 
 def test_shapes_that_differ_are_refused_on_every_rank() -> None:
     def program(axis: weft.Axis) -> None:
-        optim.ShardedAdamW([nn.Parameter(torch.ones(2 + axis.rank))], group=axis)
+        optim.ShardedAdamW(placed([torch.ones(2 + axis.rank)]), group=axis)
 
     found = errors_of(program)
     assert len(found) == 3 and all("the ranks disagree" in words and "shapes=((4,),)" in words for words in found)
@@ -307,7 +313,7 @@ def test_a_state_is_that_of_torchs_adamw() -> None:
     """Ours into theirs, theirs into ours, on ranks and alone; a group added later comes along."""
 
     def program(axis: weft.Axis) -> tuple[list[Tensor], dict[str, Any]]:
-        parameters = [nn.Parameter(weight) for weight in weights()]
+        parameters = placed(weights())
         optimizer = optim.ShardedAdamW(groups_of(parameters)[:1], **OPTIONS, group=axis)
         optimizer.add_param_group(groups_of(parameters)[1])
         saved: dict[str, Any] = {}
@@ -333,7 +339,7 @@ def test_a_state_is_that_of_torchs_adamw() -> None:
     assert_all_have(wanted, [[parameter.detach() for parameter in parameters]])
 
     def go_on(axis: weft.Axis) -> list[Tensor]:
-        own = [nn.Parameter(weight) for weight in train_alone(3, 3)]
+        own = placed(train_alone(3, 3))
         optimizer = optim.ShardedAdamW(groups_of(own), lr=9.0, group=axis)
         optimizer.load_state_dict(middle)
         for step in range(3, 6):

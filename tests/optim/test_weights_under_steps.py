@@ -10,12 +10,12 @@ import pytest
 import torch
 from mixed_model import Mixed, backward, overlapped
 from torch import Tensor, nn
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
 
-pytestmark = pytest.mark.usefixtures("network")
+pytestmark = pytest.mark.usefixtures("every_network")
 SHAPES = ((5, 3), (4,), (7,))
 
 
@@ -37,7 +37,7 @@ def in_a_step(parameters: list[nn.Parameter], axis: weft.Axis) -> torch.optim.Op
 
 def step_on(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], rank: int, number: int) -> None:
     make = torch.Generator().manual_seed(10 * number + rank)
-    loss = sum((p.float() * torch.randn(p.shape, generator=make)).sum() for p in parameters)
+    loss = sum((p.float() * place(torch.randn(p.shape, generator=make))).sum() for p in parameters)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -84,7 +84,7 @@ def test_masters_follow_weights_that_were_changed(change: Callable, dtype: torch
     """One step moves a weight by about lr: what was set stays. What was not changed has the bits of a run alone."""
 
     def program(axis: weft.Axis) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-        parameters, others = made(dtype), made(dtype)
+        parameters, others = place((made(dtype), made(dtype)))
         one, other = kind(parameters, axis), kind(others, axis)
         for number in range(2):
             step_on(one, parameters, axis.rank, number), step_on(other, others, axis.rank, number)
@@ -148,7 +148,7 @@ def test_ranks_that_differ_are_noticed(kind: Callable, label: str, name: str, wh
     """On all ranks, with the way out, and nothing is changed; then all goes on."""
 
     def program(axis: weft.Axis) -> tuple[str, bool, list[Tensor]]:
-        parameters, words = made(torch.float32), ""
+        parameters, words = place(made(torch.float32)), ""
         optimizer = kind(parameters, axis)
 
         def step() -> None:
@@ -188,8 +188,8 @@ def test_ranks_that_differ_on_one_line_of_a_mesh_are_noticed_on_all() -> None:
     def program(axis: weft.Axis, spoilt: int | None) -> None:
         row, column = divmod(axis.rank, 2)
         tensor, data = axis.subset([2 * row, 2 * row + 1]), axis.subset([column, column + 2])
-        shard = nn.Parameter(torch.full((3, 4), float(column)))
-        whole, vector = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(7))
+        shard = place(nn.Parameter(torch.full((3, 4), float(column))))
+        whole, vector = place((nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(7))))
         step = optim.OverlappedStep([
             optim.REKLS([{"params": [shard], "partition_dim": 0}, {"params": [whole]}], lr=0.1, group=tensor,
                        data_group=data),
@@ -209,7 +209,7 @@ def test_ranks_that_differ_on_one_line_of_a_mesh_are_noticed_on_all() -> None:
 
 def test_weights_are_compared_once() -> None:
     def program(axis: weft.Axis) -> list[int]:
-        parameters = made(torch.float32)
+        parameters = place(made(torch.float32))
         optimizer, counts = sharded(parameters, axis), []
         for number in range(3):
             with weft.record() as ledger:
@@ -233,7 +233,8 @@ def train_mixed(axis: weft.Axis, around: Any, **options: Any) -> list[Tensor]:
 
 
 def bf16_everywhere() -> Any:
-    return torch.autocast("cpu", torch.bfloat16)
+    """In a rank."""
+    return torch.autocast(place(torch.ones(())).device.type, torch.bfloat16)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"overlap_backward": True, "bucket_bytes": 100}])
@@ -261,7 +262,7 @@ def test_rekls_inside_autocast_is_the_same(variant: str) -> None:
                 optimizer.load_state_dict(optimizer.state_dict())
         return [*(p.detach() for p in parameters), *(v for s in optimizer.state.values() for v in s.values())]
 
-    for one, other in zip(train(nullcontext), train(bf16_everywhere), strict=True):
+    for one, other in zip(train(nullcontext), train(lambda: torch.autocast("cpu", torch.bfloat16)), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
@@ -269,11 +270,11 @@ def test_a_backward_inside_autocast_sends_the_same() -> None:
     """Hooks of overlap_backward run inside the autocast of a backward."""
 
     def train(axis: weft.Axis, around: Any) -> list[Tensor]:
-        parameters = made(torch.float32)
+        parameters = place(made(torch.float32))
         step = in_a_step(parameters, axis)
         for number in range(3):
             make = torch.Generator().manual_seed(10 * number + axis.rank)
-            loss = sum((p * torch.randn(p.shape, generator=make)).sum() for p in parameters)
+            loss = sum((p * place(torch.randn(p.shape, generator=make))).sum() for p in parameters)
             with around():
                 loss.backward()
                 step.step()
