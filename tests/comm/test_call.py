@@ -13,7 +13,7 @@ from worlds import virtual_world
 
 import weft
 from weft.comm.call import exchange_coalesced
-from weft.comm.metadata import FAN_OUT, gather_bytes, gather_text
+from weft.comm.rounds import FAN_OUT, gather_bytes, gather_text
 from weft.errors import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("every_network")

@@ -9,7 +9,7 @@ import pytest
 
 from weft.comm import hang
 from weft.comm.hang import HangDetector
-from weft.comm.records import CallRecord
+from weft.comm.wire import CallRecord
 
 
 class Clock:

@@ -13,7 +13,7 @@ import weft
 from weft.comm import Axis
 from weft.comm.hang import HangDetector
 from weft.comm.nccl import NcclSide
-from weft.comm.records import CallRecord
+from weft.comm.wire import CallRecord
 from weft.errors import CommError, NcclRuleError
 
 

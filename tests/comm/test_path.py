@@ -7,7 +7,7 @@ import torch
 from worlds import virtual_world
 
 import weft
-from weft.comm.schedule import Path, ScheduleExecutor
+from weft.comm.rounds import Path, ScheduleExecutor
 from weft.ops.scan import METHODS, Affine, Form, schedule
 
 pytestmark = pytest.mark.usefixtures("every_network")

@@ -3,7 +3,7 @@
 from weft.comm.axis import Axis
 from weft.comm.call import Call
 from weft.comm.ledger import Ledger, record
-from weft.comm.schedule import Path
+from weft.comm.rounds import Path
 from weft.comm.wire import Pending
 
 __all__ = ["Axis", "Call", "Ledger", "Path", "Pending", "record"]

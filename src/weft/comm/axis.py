@@ -1,22 +1,93 @@
-"""`Axis`: one mesh axis seen from one rank, and the way to begin a call on it."""
+"""`Axis`: one mesh axis seen from one rank, and the way to begin a call on it, which is numbered there."""
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from weft.comm.call import Call, Message, start_beside
 from weft.comm.dist import DistWire, process_group_of
-from weft.comm.metadata import gather_metadata
-from weft.comm.records import CallCounter, CallRecord
-from weft.comm.wire import Pending, SoloWire, Wire
+from weft.comm.rounds import gather_metadata
+from weft.comm.wire import CallRecord, Pending, SoloWire, Wire, mix
+from weft.errors import fault_of
 
 T = TypeVar("T")
+Signature = tuple[tuple[str, str], ...]
+
+
+@dataclass
+class CallCounter:
+    """Counts the calls of an axis, or of one lane of it. The same on every rank that runs the same program."""
+
+    name: str
+    members: Sequence[int]  # ranks on the wire, in the order of the axis
+    calls: int = 0
+    lanes: int = 0
+    agreed: set[str] = field(default_factory=set)
+    subsets: dict[tuple[int, ...], CallCounter] = field(default_factory=dict)
+    named: dict[str, CallCounter] = field(default_factory=dict)
+    cache: dict[object, Any] = field(default_factory=dict)  # what an operation remembers about these ranks
+    _signatures: dict[object, tuple[Signature, int]] = field(default_factory=dict)
+
+    def next_record(
+        self, operation: str, options: object, fault: Exception | None, integers: int = 0, of: int | None = None
+    ) -> CallRecord:
+        """Number a call. Its tag mixes number and options, so that ranks who disagree never exchange data.
+
+        In a call that belongs to another one, as a backward to its forward, the number ``of`` that one takes its place:
+        ranks may run equal backwards in different orders, but each only ever meets its own.
+        """
+        self.calls += 1
+        key = (operation, options)
+        if key not in self._signatures:
+            words = () if options is None else tuple((name, _as_text(value)) for name, value in _items(options))
+            if len(self._signatures) > 1024:
+                self._signatures.clear()
+            self._signatures[key] = words, zlib.crc32(repr((self.name, operation, words)).encode())
+        words, digest = self._signatures[key]
+        reason = None if fault is None else fault_of(fault)
+        if of is None:
+            return CallRecord(self.name, self.calls, operation, words, mix(digest, self.calls), reason, integers)
+        words = (*words, ("of_call", str(of)))
+        return CallRecord(self.name, self.calls, operation, words, mix(digest, of), reason, integers)
+
+    def refused_record(self, operation: str, fault: Exception) -> CallRecord:
+        """Of a call that is not made: it has the number of the next one, and is not counted."""
+        return CallRecord(self.name, self.calls + 1, operation, (), 0, fault_of(fault))
+
+    def lane(self) -> CallCounter:
+        """The counter of a lane. What has been agreed on goes in here and comes back when the lane is waited for.
+
+        Those moments have the same place in every rank's program, as a set shared between running threads would not.
+        """
+        self.lanes += 1
+        return CallCounter(f"{self.name}/{self.lanes}", self.members, agreed=set(self.agreed))
+
+    def must_compare(self, operation: str) -> bool:
+        """Whether the ranks compare this call before it begins: the first of an operation, or WEFT_CHECK=always."""
+        value = os.environ.get("WEFT_CHECK", "first")
+        if value not in ("first", "always"):
+            raise ValueError(f"WEFT_CHECK={value!r} is not known; use 'first' (the default) or 'always'")
+        return value == "always" or operation not in self.agreed
+
+
+def _items(options: object) -> list[tuple[str, object]]:
+    """The fields of frozen options, which are what ranks must have in common."""
+    assert is_dataclass(options), "options are a frozen dataclass"
+    return [(one.name, getattr(options, one.name)) for one in fields(options) if one.compare]
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, torch.Size):
+        return str(list(value))
+    return str(value).removeprefix("torch.")
 
 
 class Axis:

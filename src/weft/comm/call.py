@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.comm import ledger
 from weft.comm.device import stream_number, use_here
-from weft.comm.records import CallCounter, CallRecord
-from weft.comm.wire import Pending, Wire, WireMessage, coalesce, empty_coalesced, split_coalesced
+from weft.comm.wire import CallRecord, Pending, Wire, WireMessage
+
+if TYPE_CHECKING:
+    from weft.comm.axis import CallCounter
 
 T = TypeVar("T")
 Message = tuple[int, Tensor]  # (rank on the axis, contiguous tensor to send or to fill)
@@ -229,3 +231,31 @@ def exchange_coalesced(
             split_coalesced(buffer, tensors)
 
     return Pending(finish)
+
+
+def coalesce(tensors: Sequence[Tensor]) -> Tensor:
+    """Contiguous tensors as one message: few messages on any network, one for each peer and direction on NCCL.
+
+    One tensor travels as it is, without a copy.
+    """
+    return tensors[0] if len(tensors) == 1 else torch.cat([as_bytes(tensor) for tensor in tensors])
+
+
+def empty_coalesced(tensors: Sequence[Tensor]) -> Tensor:
+    """The buffer that receives a message of `coalesce` for these tensors: the tensor itself, if it is one."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return tensors[0].new_empty(sum(tensor.numel() * tensor.element_size() for tensor in tensors), dtype=torch.uint8)
+
+
+def split_coalesced(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Fill the tensors from the buffer that `empty_coalesced` made for them."""
+    if len(tensors) > 1:
+        pieces = buffer.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            as_bytes(tensor).copy_(piece)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor. One of a single element may have any stride, which no view of bytes may."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.device import StreamLane, own_device, runs_behind
 from weft.comm.hang import HangDetector
 from weft.comm.nccl import NcclSide, PostedWithExchange
-from weft.comm.records import CallRecord
-from weft.comm.wire import Pending, ThreadLanes, Wire, WireMessage
+from weft.comm.wire import CallRecord, Pending, ThreadLanes, Wire, WireMessage
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from weft.comm.records import CallRecord, diagnose, dump_records, load_records
+from weft.comm.wire import CallRecord, diagnose, dump_records, load_records
 from weft.errors import CommError, Fault, error_of, fault_of, name_ranks
 
 PATIENCE = 1.0  # seconds a wait may last before the others are looked up

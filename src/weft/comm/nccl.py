@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from weft.comm.device import is_capturing
 from weft.comm.hang import HangDetector
-from weft.comm.records import CallRecord
-from weft.comm.wire import Pending, WireMessage
+from weft.comm.wire import CallRecord, Pending, WireMessage
 from weft.errors import CommError
 
 

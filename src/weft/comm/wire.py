@@ -1,27 +1,60 @@
 """What an axis talks through: the few verbs that every kind of world implements, and what their wires share.
 
+A wire knows each call by its record, which the ranks compare: its number, the signature its options give, its fault.
+
 A lane is where a multi-round schedule runs while the main computation goes on: on a CPU a background thread, on a
 device that runs behind the host a side stream (`comm/device.py`), in a virtual world a forked clock.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from weft.comm.records import CallRecord
-from weft.errors import error_of
+from weft.errors import Fault, error_of, name_ranks
 
 T = TypeVar("T")
 # (peer's rank on the wire, tag, contiguous tensor to send or to fill)
 WireMessage = tuple[int, int, Tensor]
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of an operation on an axis: what every rank of the axis must have in common.
+
+    ``number`` counts the calls on ``counter`` (an axis, or one lane of it); ``signature`` are the shapes, dtypes
+    and options as text. ``tag`` goes on the wire with every message of the call, so that messages of different
+    calls never meet. ``fault`` is the error this rank found in its arguments, if it could not make the call.
+    ``integers``: how many of them the ranks gather as metadata at its beginning.
+    """
+
+    counter: str
+    number: int
+    operation: str
+    signature: tuple[tuple[str, str], ...]
+    tag: int
+    fault: Fault | None = None
+    integers: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.signature)})"
+
+    @property
+    def place(self) -> str:
+        """Where in a program it stands, for messages."""
+        return f"call {self.number}, {self.operation}"
+
+    def agrees_with(self, other: CallRecord) -> bool:
+        return (self.operation, self.signature, self.fault) == (other.operation, other.signature, other.fault)
 
 
 class Pending(Generic[T]):
@@ -193,29 +226,58 @@ class SoloWire:
         return time.perf_counter()
 
 
-def coalesce(tensors: Sequence[Tensor]) -> Tensor:
-    """Contiguous tensors as one message: few messages on any network, one for each peer and direction on NCCL.
+def diagnose(records: Mapping[int, CallRecord], size: int) -> Fault | None:
+    """What is wrong with the same call on several ranks: the first rank's fault, else a disagreement, else None.
 
-    One tensor travels as it is, without a copy.
+    ``records`` maps a rank to its call; one that has not published any is absent.
     """
-    return tensors[0] if len(tensors) == 1 else torch.cat([as_bytes(tensor) for tensor in tensors])
+    for rank in sorted(records):
+        if (fault := records[rank].fault) is not None:
+            return fault
+    distinct: list[tuple[CallRecord, list[int]]] = []
+    for rank in sorted(records):
+        for record, ranks in distinct:
+            if record.agrees_with(records[rank]):
+                ranks.append(rank)
+                break
+        else:
+            distinct.append((records[rank], [rank]))
+    if len(distinct) < 2:
+        return None
+    first = distinct[0][0]
+    same_operation = all(record.operation == first.operation for record, _ in distinct)
+    shown = []
+    for record, ranks in distinct:
+        words = ", ".join(
+            f"{name}={value}"
+            for name, value in record.signature
+            if not same_operation or any(dict(other.signature).get(name) != value for other, _ in distinct)
+        )
+        shown.append(f"{name_ranks(ranks)} called {record.operation}({words})")
+    silent = [rank for rank in range(size) if rank not in records]
+    missing = f"; no word from {name_ranks(silent)}" if silent else ""
+    return (
+        "DisagreementError",
+        f"{first.operation}: the ranks disagree at call {first.number}: {'; '.join(shown)}{missing}; "
+        f"every rank must make the same call with the same shapes, dtypes and options",
+    )
 
 
-def empty_coalesced(tensors: Sequence[Tensor]) -> Tensor:
-    """The buffer that receives a message of `coalesce` for these tensors: the tensor itself, if it is one."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return tensors[0].new_empty(sum(tensor.numel() * tensor.element_size() for tensor in tensors), dtype=torch.uint8)
+def dump_records(records: Sequence[CallRecord]) -> str:
+    """Records as text that other ranks can load."""
+    return json.dumps([[r.counter, r.number, r.operation, r.signature, r.tag, r.fault, r.integers] for r in records])
 
 
-def split_coalesced(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Fill the tensors from the buffer that `empty_coalesced` made for them."""
-    if len(tensors) > 1:
-        pieces = buffer.split([tensor.numel() * tensor.element_size() for tensor in tensors])
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            as_bytes(tensor).copy_(piece)
+def load_records(text: bytes | str) -> list[CallRecord]:
+    """What `dump_records` has written."""
+    return [
+        CallRecord(
+            counter, number, operation, tuple((k, v) for k, v in signature), tag, fault and tuple(fault), integers
+        )
+        for counter, number, operation, signature, tag, fault, integers in json.loads(text)
+    ]
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor. One of a single element may have any stride, which no view of bytes may."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def mix(digest: int, number: int) -> int:
+    """A tag of 31 bits for the ``number``-th use of ``digest``."""
+    return (digest + 0x9E3779B1 * number) & 0x7FFFFFFF

@@ -8,7 +8,7 @@ A parameter lies on the ranks of one or several axes. On each of them its pieces
 
 Going to an owner, pieces move along one axis after the other to the owner's place on it, so a sum is made by many
 ranks and not by one. Coming back, they take the axes in the opposite order. All pieces that move along an axis at one
-time are one exchange, with one message for each peer. What an optimizer does with them is in `owned_part.py`.
+time are one exchange, with one message for each peer. `OwnedPart`: what optimizers do alike with them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from weft.comm import Axis, Pending
 from weft.comm.call import exchange_coalesced
 from weft.comm.device import runs_behind
-from weft.optim.step.compare import is_finite
+from weft.optim.step.part import StepPart
 
 Place = tuple[int, ...]  # a rank on each axis
 
@@ -214,6 +215,68 @@ class Owners:
         return Pending(finish)
 
 
+@dataclass
+class Bucket:
+    """What travels together in the step under way: gradients to their owners, then results from them."""
+
+    gradients: Transfer | None = None
+    arrived: Held | None = None
+    results: Transfer | None = None
+
+    def arrive(self) -> Held:
+        """The gradients this rank owns, waited for, at least in fp32; None for others'."""
+        if self.arrived is None:
+            found = [] if self.gradients is None else self.gradients.wait()
+            self.arrived, self.gradients = [
+                None if one is None else one.to(torch.promote_types(one.dtype, torch.float32)).contiguous()
+                for one in found
+            ], None  # fmt: skip
+        return self.arrived
+
+    def drain(self) -> Held:
+        """Wait for all that is under way: the results, if there are any."""
+        if self.gradients is not None:
+            self.gradients.wait()
+        return [] if self.results is None else self.results.wait()
+
+
+class OwnedPart(StepPart):
+    """A part whose gradients go to owners and whose results come back."""
+
+    _under_way: list[Any]  # buckets
+
+    def _accept(self, one: Any, results: Held) -> None:
+        """Change weights and state by what came back in a bucket."""
+        raise NotImplementedError
+
+    def _counts(self, one: Any, place: int) -> bool:
+        """Whether a gradient that this rank owns counts in the norm here."""
+        return True
+
+    def advance(self, bucket: int) -> None:
+        """Over data x tensor ranks gradients and results travel in two hops."""
+        moving = self._under_way[bucket].results or self._under_way[bucket].gradients
+        if moving is not None:
+            moving.advance()
+
+    def squared_norm(self, bucket: int) -> Tensor:
+        """Of the whole gradients this rank owns, each element once."""
+        one = self._under_way[bucket]
+        grads = [grad for at, grad in enumerate(one.arrive()) if grad is not None and self._counts(one, at)]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64)
+        squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square_()
+        return squares.sum() if runs_behind(squares.device) else squares.cumsum(0)[-1]  # in their order
+
+    def commit(self, accepted: bool) -> None:
+        """Take the results that come back."""
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            results = one.drain()
+            if accepted:
+                self._accept(one, results)
+
+
 def _filled(by_rank: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
     """What is not empty, in rank order."""
     kept = ((rank, [tensor for tensor in tensors if tensor.numel()]) for rank, tensors in sorted(by_rank.items()))
@@ -221,28 +284,13 @@ def _filled(by_rank: dict[int, list[Tensor]]) -> list[tuple[int, list[Tensor]]]:
 
 
 def _joined(role: Role, parts: list[Tensor]) -> Tensor:
-    """The pieces of all ranks of an axis as one tensor."""
+    """The pieces of all ranks of an axis as one tensor: side by side, or their mean."""
     if isinstance(role, Sharded):
         return torch.cat(parts, role.dim)
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    if runs_behind(parts[0].device):
-        return _mean_on_device([part.to(wide) for part in parts])
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    total.div_(len(parts))
-    if is_finite(total):
-        return total
-    total = parts[0].to(wide) / len(parts)  # the sum does not fit, but the mean does
-    for part in parts[1:]:
-        total += part.to(wide) / len(parts)
-    return total
-
-
-def _mean_on_device(parts: list[Tensor]) -> Tensor:
-    """The same without a look at the sum: of parts over a power of two it fits wherever the mean does."""
-    power = 2.0 ** -math.ceil(math.log2(len(parts)))  # rounds nothing, but of numbers next to the smallest there are
-    total = parts[0] * power
+    # The sum of parts over a power of two fits wherever the mean does, and nobody need look whether it did. That rounds
+    # nothing but numbers next to the smallest there are.
+    power = 2.0 ** -math.ceil(math.log2(len(parts)))
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) * power
     for part in parts[1:]:
         total.add_(part, alpha=power)
     return total.div_(len(parts) * power)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import weft
 from weft.comm import Axis
-from weft.comm.metadata import gather_text
+from weft.comm.rounds import gather_text
 from weft.errors import CommError
 from weft.parallel import checkpoint
 from weft.train.config import MODEL, TrainConfig, flag, take_settings

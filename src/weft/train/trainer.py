@@ -14,7 +14,7 @@ from torch import Tensor
 import weft
 from weft.comm import Ledger, record
 from weft.comm.device import copy_to_device, start_copy_to_host
-from weft.comm.metadata import gather_text
+from weft.comm.rounds import gather_text
 from weft.parallel.mesh import ParallelMesh, wrap_with_ddp, wrap_with_fsdp2
 from weft.parallel.rendezvous import device_of_rank
 from weft.train.batches import IGNORED, Batch, Batches, Shard, validation_batches

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.nccl import NcclSide
-from weft.comm.records import CallRecord
-from weft.comm.wire import Pending
+from weft.comm.wire import CallRecord, Pending
 from weft.errors import NcclRuleError
 from weft.world.nccl import NcclExpected, NcclQueues
 from weft.world.simulated import Communicator, Rank, enter_rank, host_alias, inside_rank, install

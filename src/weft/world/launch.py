@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from weft.comm.axis import Axis
-from weft.comm.metadata import gather_bytes
+from weft.comm.rounds import gather_bytes
 from weft.errors import RankError, name_failing_rank
 from weft.parallel.rendezvous import gloo_world, open_store
 from weft.parts import PUBLIC

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from weft.comm.records import CallRecord, diagnose
-from weft.comm.wire import Pending, WireMessage, as_bytes
+from weft.comm.call import as_bytes
+from weft.comm.wire import CallRecord, Pending, WireMessage, diagnose
 from weft.errors import DisagreementError, NcclRuleError, name_ranks
 from weft.world.network import Links
 from weft.world.scheduler import Scheduler, Task

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.records import CallRecord
-from weft.comm.wire import Pending, WireMessage
+from weft.comm.wire import CallRecord, Pending, WireMessage
 from weft.world.machine import Machine
 from weft.world.scheduler import Scheduler, Task
 

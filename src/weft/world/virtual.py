@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from weft.comm import ledger
 from weft.comm.axis import Axis, enter_world
 from weft.comm.ledger import Event, Ledger
-from weft.comm.records import CallRecord, diagnose
+from weft.comm.wire import CallRecord, diagnose
 from weft.errors import DeadlockError, Fault, NcclRuleError, error_of
 from weft.world.machine import Machine, counting
 from weft.world.nccl import NcclQueues

@@ -11,8 +11,7 @@ import torch
 from weft.comm.axis import Axis
 from weft.comm.device import StreamLane, runs_behind
 from weft.comm.nccl import PostedWithExchange
-from weft.comm.records import CallRecord, diagnose
-from weft.comm.wire import Pending, WireMessage, without_gradients
+from weft.comm.wire import CallRecord, Pending, WireMessage, diagnose, without_gradients
 from weft.errors import error_of, name_ranks
 from weft.world.nccl import NcclExpected, NcclQueues
 

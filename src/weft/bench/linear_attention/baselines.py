@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call
-from weft.comm.schedule import Path, ScheduleExecutor
+from weft.comm.rounds import Path, ScheduleExecutor
 from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
 from weft.ops.scan import Affine, Form, schedule
 from weft.ops.scan.gather import fold

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.comm import Axis, Pending
-from weft.comm.records import CallRecord
-from weft.comm.wire import Wire, WireMessage
+from weft.comm.wire import CallRecord, Wire, WireMessage
 from weft.parallel.mesh import ParallelMesh
 from weft.train.batches import Batch
 from weft.train.config import TrainConfig

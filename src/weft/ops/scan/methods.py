@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm.schedule import Path, Schedule
+from weft.comm.rounds import Path, Schedule
 from weft.ops.scan.affine import Form
 from weft.ops.scan.doubling import doubling
 from weft.ops.scan.gather import gather

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm.schedule import Expect, Path, Round, Schedule
+from weft.comm.rounds import Expect, Path, Round, Schedule
 from weft.ops.scan.affine import Affine, Form
 
 

@@ -18,7 +18,7 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.function import RankFunction, eager
-from weft.comm.schedule import Path, ScheduleExecutor
+from weft.comm.rounds import Path, ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import METHODS, schedule
 from weft.ops.sequence.layout import DTYPES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft.comm.schedule import Path, Schedule
+from weft.comm.rounds import Path, Schedule
 from weft.ops.scan.affine import Form
 from weft.ops.scan.pipeline import pipeline
 

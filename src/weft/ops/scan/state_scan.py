@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call, Path, Pending
-from weft.comm.schedule import ScheduleExecutor
+from weft.comm.rounds import ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import schedule
 from weft.ops.sequence.layout import Bounds, Sequence, lay_out, predict, ranks_of_runs, resolve, run_lengths

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm.schedule import Expect, Path, Round, Schedule
+from weft.comm.rounds import Expect, Path, Round, Schedule
 from weft.ops.scan.affine import Affine, Form
 
 

@@ -18,8 +18,7 @@ from weft.comm.function import outside_autocast
 from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.matrix.plan import Plan, Planner
 from weft.optim.matrix.rule import EigenError, Settings
-from weft.optim.owned_part import Bucket, OwnedPart
-from weft.optim.owners import Held, Place, Transfer
+from weft.optim.owners import Bucket, Held, OwnedPart, Place, Transfer
 from weft.optim.step.compare import Examined
 from weft.optim.step.state import agree_to_load, find_state_fault, take_apart
 from weft.parallel.dtensor import local_gradient, local_of

@@ -14,8 +14,7 @@ from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
 from weft.comm.function import outside_autocast
 from weft.errors import as_fault
-from weft.optim.owned_part import OwnedPart
-from weft.optim.owners import Held, Owners
+from weft.optim.owners import Held, OwnedPart, Owners
 from weft.optim.slices.layout import (
     Piece,
     PieceBucket,

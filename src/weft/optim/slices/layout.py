@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.comm import Axis
 from weft.ops.embedding import RowTable
-from weft.optim.owned_part import Bucket
-from weft.optim.owners import Averaged, Route
+from weft.optim.owners import Averaged, Bucket, Route
 from weft.optim.step.compare import join_faults
 from weft.optim.step.part import find_adam_fault, find_listed_twice, first_group_fault
 from weft.parallel.dtensor import is_dtensor
