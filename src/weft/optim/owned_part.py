@@ -57,6 +57,12 @@ class OwnedPart(StepPart):
         if moving is not None:
             moving.advance()
 
+    def settle(self, bucket: int) -> None:
+        """A message of one gradient carries the gradient itself."""
+        moving = self._under_way[bucket].gradients
+        if moving is not None:
+            moving.settle()
+
     def squared_norm(self, bucket: int) -> Tensor:
         """Of the whole gradients this rank owns, each element once."""
         one = self._under_way[bucket]

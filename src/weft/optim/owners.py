@@ -93,6 +93,10 @@ class Transfer:
         self._hops = deque(hops)
         self._pending = self._hops.popleft()(held) if self._hops else Pending(lambda: held)
 
+    def settle(self) -> None:
+        """End the part under way, and start nothing."""
+        self._pending.wait()
+
     def advance(self) -> None:
         """End the part under way and start the next, if there is one."""
         if self._hops:
