@@ -77,8 +77,6 @@ class Route:
 
 @dataclass(frozen=True)
 class _Options:
-    """What the ranks must have in common in an exchange."""
-
     level: int
     tensors: int
 
@@ -93,6 +91,10 @@ class Transfer:
     def __init__(self, hops: Iterable[Hop], held: Held) -> None:
         self._hops = deque(hops)
         self._pending = self._hops.popleft()(held) if self._hops else Pending(lambda: held)
+
+    def wait_sent(self) -> None:
+        """End the part under way, and start nothing."""
+        self._pending.wait()
 
     def advance(self) -> None:
         """End the part under way and start the next, if there is one."""
@@ -163,10 +165,8 @@ class Owners:
             if owner != axis.rank:
                 sends[owner].append(piece.contiguous())
                 continue
-            shape = tuple(piece.shape)
-            parts[index] = [
-                piece if rank == axis.rank else piece.new_empty(role.shape_on(rank, shape)) for rank in range(axis.size)
-            ]
+            shapes = [role.shape_on(rank, tuple(piece.shape)) for rank in range(axis.size)]
+            parts[index] = [piece if r == axis.rank else piece.new_empty(shape) for r, shape in enumerate(shapes)]
             for rank, part in enumerate(parts[index]):
                 if rank != axis.rank:
                     receives[rank].append(part)
@@ -227,10 +227,7 @@ class Bucket:
         """The gradients this rank owns, waited for, at least in fp32; None for others'."""
         if self.arrived is None:
             found = [] if self.gradients is None else self.gradients.wait()
-            self.arrived, self.gradients = [
-                None if one is None else one.to(torch.promote_types(one.dtype, torch.float32)).contiguous()
-                for one in found
-            ], None  # fmt: skip
+            self.arrived, self.gradients = [None if one is None else _wide(one).contiguous() for one in found], None
         return self.arrived
 
     def drain(self) -> Held:
@@ -259,11 +256,14 @@ class OwnedPart(StepPart):
         if moving is not None:
             moving.advance()
 
+    def wait_sent(self, bucket: int) -> None:
+        if (moving := self._under_way[bucket].gradients) is not None:
+            moving.wait_sent()  # a message of one gradient carries the gradient itself
+
     def squared_norm(self, bucket: int) -> Tensor:
         """Of the whole gradients this rank owns, each element once."""
         one = self._under_way[bucket]
-        grads = [grad for at, grad in enumerate(one.arrive()) if grad is not None and self._counts(one, at)]
-        if not grads:
+        if not (grads := [x for at, x in enumerate(one.arrive()) if x is not None and self._counts(one, at)]):
             return torch.zeros((), dtype=torch.float64)
         squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square_()
         return squares.sum() if runs_behind(squares.device) else squares.cumsum(0)[-1]  # in their order
@@ -290,7 +290,11 @@ def _joined(role: Role, parts: list[Tensor]) -> Tensor:
     # The sum of parts over a power of two fits wherever the mean does, and nobody need look whether it did. That rounds
     # nothing but numbers next to the smallest there are.
     power = 2.0 ** -math.ceil(math.log2(len(parts)))
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) * power
+    total = _wide(parts[0]) * power
     for part in parts[1:]:
         total.add_(part, alpha=power)
     return total.div_(len(parts) * power)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

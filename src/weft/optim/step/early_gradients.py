@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.comm.device import Written
+from weft.comm.device import Written, runs_behind
+from weft.comm.function import outside_autocast
 from weft.optim.step.compare import names_of, parameters_of
 from weft.optim.step.part import StepPart
 from weft.optim.step.run import StepRun, Unit
+from weft.optim.step.verdict import device_of
 from weft.parallel.dtensor import local_of
 
 _watched = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook
@@ -37,11 +39,12 @@ class EarlyGradients:
         self._written: list[list[Written]] = []  # the gradients of each: a backward may use several streams
         self._next = 0  # the unit that leaves next
         self._sent: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._changed: Tensor | None = None  # the gradient of which somebody changed before a scaler came
         self._paused = False
 
     def arm(self, scatter: Sequence[Unit], expected: Sequence[Tensor]) -> None:
         """Wait for the next backward."""
-        self._run, self._sent, self._next = None, {}, 0
+        self._run, self._sent, self._next, self._changed = None, {}, 0, None
         self._scatter, self._expected = list(scatter), list(expected)
         self._unit_of = {
             p: place for place, unit in enumerate(self._scatter) for p in unit.part.buckets()[unit.bucket]
@@ -118,23 +121,37 @@ class EarlyGradients:
     def has_begun(self) -> bool:
         return self._run is not None
 
+    @outside_autocast()
+    def let_scaler_write(self) -> None:
+        """A GradScaler will multiply gradients by 1, in place: on a device, after the messages that read them."""
+        self._changed = self._find_changed()
+        for unit in self._scatter[: self._next]:
+            if runs_behind(device_of(unit.part.buckets()[unit.bucket])):
+                with self._begin().record.doing(unit.name):
+                    unit.part.wait_sent(unit.bucket)
+
+    def _find_changed(self, unscaled: bool = False) -> Tensor | None:
+        """The first parameter whose gradient is not what has left; torch does not count what a scaler writes."""
+        for parameter, (grad, version) in self._sent.items():
+            if grad is None or hasattr(parameter, "row_table"):
+                continue
+            now = parameter.grad
+            if unscaled or now is None or local_of(now) is not grad or grad._version != version:
+                return parameter
+        return None
+
     def find_fault(self, parts: Mapping[str, StepPart], scaler: str | None, rank: int) -> Exception | None:
         """Whether a gradient was changed after it had left.
 
-        ``scaler``: whether a GradScaler has "unscaled" them, or will not and has "looked" at them: it then multiplies
-        them by 1. torch does not count what it writes there.
+        ``scaler``: whether a GradScaler has "unscaled" them, or will not and has "looked" at them.
         """
-        for parameter, (grad, version) in self._sent.items():
-            now = parameter.grad
-            if grad is None or hasattr(parameter, "row_table"):
-                continue
-            same = now is not None and (scaler == "looked" or (local_of(now) is grad and grad._version == version))
-            if not same or scaler == "unscaled":
-                names = {p: f"{own} ({part})" for part, one in parts.items()
-                         for p, own in zip(parameters_of(one), names_of(one), strict=True)}  # fmt: skip
-                return ValueError(
-                    f"OverlappedStep: the gradient of {names[parameter]} was changed after it had been sent in the "
-                    f"backward (rank {rank}); run all backwards but the last in no_sync(), clip with clip=, or use "
-                    f"overlap_backward=False"
-                )
-        return None
+        changed = self._changed if scaler == "looked" else self._find_changed(scaler == "unscaled")
+        if changed is None:
+            return None
+        names = {p: f"{own} ({part})" for part, one in parts.items()
+                 for p, own in zip(parameters_of(one), names_of(one), strict=True)}  # fmt: skip
+        return ValueError(
+            f"OverlappedStep: the gradient of {names[changed]} was changed after it had been sent in the backward "
+            f"(rank {rank}); run all backwards but the last in no_sync(), clip with clip=, or use "
+            f"overlap_backward=False"
+        )

@@ -45,8 +45,6 @@ class OverlappedStep(torch.optim.Optimizer):
     >>> step.step()
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler leaves grad_scale and found_inf here and calls step on all ranks
-
     def __init__(
         self,
         parts: Sequence[StepPart],
@@ -114,6 +112,16 @@ class OverlappedStep(torch.optim.Optimizer):
             self.norm = run.norm
             self._arm()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A GradScaler leaves grad_scale and found_inf here and calls step on all ranks.
+
+        It asks right before it looks for infinities, where it writes all gradients over, times 1.
+        """
+        if self._early is not None:
+            self._early.let_scaler_write()
+        return True
 
     def no_sync(self) -> AbstractContextManager[None]:
         """With ``overlap_backward``: backwards in here accumulate gradients and send none, but those of tables."""

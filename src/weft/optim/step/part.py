@@ -47,8 +47,7 @@ class StepPart(torch.optim.Optimizer):
 
     ``commit(False)`` may come when nothing was worked on: wait for what is under way and drop it. Where work cannot
     be done, put ``1 +`` the parameter's number into ``failed``: no rank's step is then accepted. What ``work_on``
-    raises does the same, and is raised on every rank; where others wait for results, compute these in `attempt`, so
-    that something is sent all the same.
+    raises does so too, on every rank; where others wait for results, compute these in `attempt`: something is sent.
     """
 
     sends_in_step = True  # whether gradients wait for the step, and are not sent in the backward already
@@ -193,6 +192,9 @@ class StepPart(torch.optim.Optimizer):
     def advance(self, bucket: int) -> None:
         """Of messages in several hops: end the one under way and start the next."""
 
+    def wait_sent(self, bucket: int) -> None:
+        """Gradients of a bucket are about to be written: order the current stream after the messages that read them."""
+
     def sent_before(self, bucket: int) -> list[Event]:
         """Messages of a bucket that left before the step."""
         return []
@@ -239,9 +241,7 @@ class StepPart(torch.optim.Optimizer):
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """This rank's part of a gradient; zeros where others have one and this rank, against the rules, has not."""
-        if parameter.grad is None:
-            return torch.zeros_like(local_of(parameter))
-        return local_of(parameter.grad)
+        return torch.zeros_like(local_of(parameter)) if parameter.grad is None else local_of(parameter.grad)
 
 
 def find_listed_twice(label: str, parameters: Iterable[Tensor], rank: int) -> Exception | None:
