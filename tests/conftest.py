@@ -20,19 +20,26 @@ settings.load_profile("weft")
 
 
 @pytest.fixture(params=RULES, scope="module")
-def network(request: pytest.FixtureRequest) -> Iterator[str]:
+def network(request: pytest.FixtureRequest) -> str:
     """Every test of an operation on virtual ranks runs with each of these rules: see `worlds.virtual_world`."""
-    use_rules(request.param)
-    yield request.param
-    use_rules("ideal")
+    return request.param
 
 
 @pytest.fixture(params=[*RULES, pytest.param("sim", marks=on_simulated_device)], scope="module")
-def every_network(request: pytest.FixtureRequest) -> Iterator[str]:
+def every_network(request: pytest.FixtureRequest) -> str:
     """The same, and by NCCL's rules on a simulated device."""
-    use_rules(request.param)
-    yield request.param
-    use_rules("ideal")
+    return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The rules are those of the test that comes, for its fixtures too; who asks for no network has an ideal one."""
+    use_rules(_network_of(item) or "ideal")
+
+
+def _network_of(item: pytest.Item) -> str | None:
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return given.get("network") or given.get("every_network")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,8 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     items.sort(key=lambda item: "tests/world/simulated" not in item.nodeid)
     for item in items:
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        share = {"nccl": 3, "sim": 6}.get(given.get("network") or given.get("every_network"), 1)
+        share = {"nccl": 3, "sim": 6}.get(_network_of(item), 1)
         if "WEFT_SOAK" not in os.environ and zlib.crc32(item.nodeid.encode()) % share:
             item.add_marker(pytest.mark.slow)
         if "pool" in getattr(item, "fixturenames", ()):

@@ -40,6 +40,11 @@ def use_rules(rules: str) -> None:
     _current[0] = rules
 
 
+def current_rules() -> str:
+    """What `use_rules` was given last."""
+    return _current[0]
+
+
 class _SimulatedWorld(weft.world.VirtualWorld):
     """Ranks with a simulated device whose results come back to the host."""
 

@@ -12,7 +12,7 @@ import torch
 from mixed_model import Mixed, assert_all_have, backward, overlapped, parts_of, train_overlapped
 from ranks import errors_of
 from torch import Tensor, nn
-from worlds import place, use_rules, virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
@@ -279,7 +279,6 @@ def test_parts_that_differ_between_ranks_are_found() -> None:
         backward(model, axis, 0, 1)
         optimizer.step()
 
-    use_rules("ideal")  # the others want a step given up to be waited for
     found = errors_of(program)
     assert len(found) == 3 and all("OverlappedStep.step: the ranks disagree" in words for words in found)
 
@@ -354,7 +353,6 @@ def test_explain_adds_up_to_the_ledger(tmp_path: Path) -> None:
         pulls += sum(e.bytes_sent for e in ledger.events if e.operation.startswith("embedding.metadata"))
         return explained, ledger.bytes_sent - pulls, str(explained)
 
-    use_rules("ideal")
     for explained, sent, text in weft.world.VirtualWorld(3, machine).run(program).results:
         rows = {row.part: row for row in explained.rows}
         assert list(rows) == ["RowAdam", "REKLS", "ShardedAdamW", "agreeing"]

@@ -12,7 +12,7 @@ from ranks import errors_of
 from sharded_run import KINDS, assert_same, gradients, groups_of, part_of, parts_of_rank, train_alone
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from worlds import place, use_rules, virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
@@ -427,7 +427,6 @@ def test_one_decomposition_for_each_factor_in_the_whole_world(monkeypatch: pytes
             parameter.grad = torch.randn(3, 8, generator=torch.Generator().manual_seed(axis.rank))
         optimizer.step()
 
-    use_rules("ideal")
     virtual_world(4).run(program)
     assert sorted(calls) == [6] * 5 + [8] * 5
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft.ops.attention import attention
+from weft.ops.attention import attention, ulysses
 from weft.ops.attention.distributed import Attention
 from weft.ops.attention.kv_exchange import KVExchange
 from weft.ops.attention.plan import Options, plan_attention
@@ -193,6 +193,31 @@ def test_messages_run_under_the_computation(size: int, backward: bool) -> None:
 
 def test_a_ring_runs_under_the_computation() -> None:
     assert exposed(8, backward=True, method="ring") < 0.02
+
+
+def test_ulysses_has_two_parts_on_their_way_in_and_two_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait ends the oldest messages of its direction, so that no more buffers are held, however many the parts."""
+    order: dict[str, list[str]] = {"_to_heads": [], "_to_tokens": []}
+
+    def watch(name: str) -> None:
+        start = getattr(ulysses, name)
+
+        def started(call: weft.comm.Call, *args: object) -> weft.comm.Pending:
+            pending, number = start(call, *args), sum(word.startswith("start") for word in order[name])
+            if call.rank:
+                return pending
+            order[name].append(f"start {number}")
+            return weft.comm.Pending(lambda: (order[name].append(f"wait {number}"), pending.wait())[1])
+
+        monkeypatch.setattr(ulysses, name, started)
+
+    for name in order:
+        watch(name)
+    q, k, v = (torch.randn(1, 4, 16, DIM) for _ in range(3))  # 8 heads for each of 2 ranks: parts of 1, 2, 2, 2, 1
+    weft.world.VirtualWorld(2).run(lambda axis: attention(q, k, v, method="ulysses", causal=True, group=axis))
+    for words in order.values():
+        assert all(words.index(f"wait {number}") < words.index(f"start {number + 2}") for number in range(3))
+        assert [word for word in words if word.startswith("wait")] == [f"wait {number}" for number in range(5)]
 
 
 def test_buffers_are_pooled() -> None:

@@ -145,3 +145,6 @@ def test_the_backward_checks_too() -> None:
     for grad, made, words in wrong:
         with pytest.raises(RuntimeError, match=words):
             _aten._flash_attention_backward(grad, q, q, q, made, lse, None, None, 8, 8, 0.0, True, seed, offset)
+    for total, words in ((lse.double(), "fp32"), (lse.repeat(1, 1, 2)[..., ::2], "contiguous memory")):
+        with pytest.raises(RuntimeError, match=words):
+            _aten._flash_attention_backward(out, q, q, q, out, total, None, None, 8, 8, 0.0, True, seed, offset)

@@ -343,6 +343,46 @@ def test_a_stream_within_a_backward() -> None:
     assert seen == [other, side, other, main, side, main] and current_stream() is main
 
 
+@torch.enable_grad()  # also within a backward
+def _register(where: str, hook: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    x = ones().requires_grad_()
+    y = x * 2
+    {
+        "leaf": x.register_hook,
+        "between": y.register_hook,
+        "accumulated": x.register_post_accumulate_grad_hook,
+        "before a node": lambda hook: y.grad_fn.register_prehook(lambda grads: hook(*grads)),
+        "after a node": lambda hook: y.grad_fn.register_hook(lambda into, grads: hook(*grads)),
+    }[where](hook)
+    return y.sum()
+
+
+@pytest.mark.parametrize("own_thread", [True, False])
+@pytest.mark.parametrize("where", ["leaf", "between", "accumulated", "before a node", "after a node"])
+def test_errors_in_hooks_come_out_of_the_backward(where: str, own_thread: bool) -> None:
+    """With their own words and place, also those of the device; the next backward is as any other."""
+    if not own_thread:
+        simulated.enter_rank(None)
+
+    def wrong(grad: torch.Tensor) -> None:
+        raise KeyError("in a hook")
+
+    def race(grad: torch.Tensor) -> None:
+        with Stream():
+            grad + 1
+
+    with pytest.raises(KeyError, match="in a hook") as found:
+        _register(where, wrong).backward()
+    assert found.traceback[-1].name == "wrong"
+    with pytest.raises(SimulatedDeviceError, match=r"^race: add reads \[100\] .* test_streams.py:\d+ race"):
+        _register(where, race).backward()
+    with pytest.raises(KeyError, match="in a hook"):  # in a backward within a backward
+        _register(where, lambda grad: _register(where, wrong).backward()).backward()
+    seen: list[torch.Tensor] = []
+    _register(where, seen.append).backward()
+    assert len(seen) == 1
+
+
 def test_events_are_over_when_asked_twice() -> None:
     """So a first answer cannot be relied on, and a loop that asks comes to an end."""
     x, side = ones(), beside()

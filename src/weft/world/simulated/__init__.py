@@ -22,6 +22,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from weft.world.simulated import streams
 from weft.world.simulated.autocast import install_autocast
+from weft.world.simulated.backward import DeviceGuard, follow_forward
 from weft.world.simulated.device_module import make_device_module
 from weft.world.simulated.flash import install_flash
 from weft.world.simulated.host_watch import WatchHost
@@ -37,7 +38,6 @@ from weft.world.simulated.streams import (
     current_rank,
     current_stream,
     enter_rank,
-    follow_forward,
     inside_rank,
     no_host_sync,
 )
@@ -80,7 +80,7 @@ def install(whole_process: bool = False) -> None:
         return
     if (reason := misfit()) is not None:
         raise RuntimeError(reason)
-    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=make_device_module())
+    _setup_privateuseone_for_python_backend(DEVICE_TYPE, make_device_module(), device_guard=DeviceGuard())
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _kept.extend((everything, aten))
     install_operators(aten, everything)

@@ -143,6 +143,7 @@ def flash_backward(
     _check(grad.stride(-1) == 1 and out.stride(-1) == 1, "dout and out tensor must have contiguous last dimension")
     _check_alignment(grad, out)
     _check(lse.dtype == torch.float32, "softmax_lse must be fp32")
+    _check(lse.is_contiguous(), "softmax_lse is read as contiguous memory")  # CUDA's reads on, and does not say so
     scale, window = (
         query.shape[-1] ** -0.5 if scale is None else scale,
         _window(is_causal, window_size_left, window_size_right),

@@ -5,23 +5,21 @@ Operators run at once, in the order of the host. What would be wrong on a device
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from weft.world.simulated.clocks import Clock, Freed, HostCopy, clocks_by_stream, covers, merge
 from weft.world.simulated.places import Place, SimulatedDeviceError, describe, place
 
-_C: Any = torch._C  # private: _current_graph_task_id, _current_autograd_node, _autograd._get_sequence_nr, DeviceType
+_C: Any = torch._C  # private: _current_graph_task_id, _autograd._get_sequence_nr, DeviceType
 _PRIVATE_USE = int(_C._autograd.DeviceType.PrivateUse1)
-_LAST_NUMBER = 2**62  # an AccumulateGrad has a number beyond it
 _KEPT_SWITCHES = 4096
 _stream_ids = itertools.count(1)
 
@@ -112,14 +110,14 @@ class Stream(torch.Stream):
         return covers(self.rank.host, self.clock)
 
     def __enter__(self) -> Any:
-        _thread.entered.append((_thread.stream, _thread.task))
+        this_thread.entered.append((this_thread.stream, this_thread.task))
         set_stream(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        stream, task = _thread.entered.pop()
+        stream, task = this_thread.entered.pop()
         set_stream(stream or current_rank().default_stream)
-        _thread.task = task
+        this_thread.task = task
 
 
 class Event:
@@ -174,39 +172,25 @@ class _Thread(threading.local):
         self.switches: list[
             tuple[int, Stream]
         ] = []  # the number the next autograd node had, and the stream from there on
-        self.backward: _Backward | None = None
+        self.backward: Backward | None = None
 
 
-class _Backward:
-    """A backward that runs: the streams of the forward by the numbers of nodes, and the streams used so far."""
+class Backward(Protocol):
+    """A backward that runs: see `weft.world.simulated.backward`."""
 
-    __slots__ = ("caller", "switches", "used")
-
-    def __init__(self, switches: list[tuple[int, Stream]], caller: Stream) -> None:
-        self.switches, self.caller, self.used = switches, caller, [caller]
-
-    def stream_of_node(self) -> Stream:
-        """The stream of the node's forward. As the engine does it, that waits for what came before in this backward."""
-        stream, node = self.caller, _C._current_autograd_node()
-        if node is not None and self.switches and 0 <= (number := node._sequence_nr()) < _LAST_NUMBER:
-            at = bisect.bisect_right(self.switches, number, key=lambda switch: switch[0])
-            stream = self.switches[at - 1][1] if at else stream.rank.default_stream
-        if self.used[-1] is not stream:
-            stream.wait_stream(self.used[-1])
-            self.used.append(stream)
-        return stream
+    def stream_of_node(self) -> Stream: ...
 
 
-_thread = _Thread()
-_latest_backward: list[_Backward] = []  # for the engine's thread of the device, which knows no rank
+this_thread = _Thread()
+backwards: list[Backward] = []  # the latest is for the engine's thread of the device, which knows no rank
 _first_rank: list[Rank] = []
 whole_process: list[bool] = []
 
 
 def current_rank() -> Rank:
     """The rank of this thread; threads that entered none belong to the first."""
-    if _thread.rank is not None:
-        return _thread.rank
+    if this_thread.rank is not None:
+        return this_thread.rank
     if not _first_rank:
         _first_rank.append(Rank.__new__(Rank))
         _first_rank[0].__init__()  # type: ignore[misc]  # its default stream asks for no other rank
@@ -215,7 +199,7 @@ def current_rank() -> Rank:
 
 def is_accelerator() -> bool:
     """Whether the simulated device is the accelerator of the program: in ranks, or where the whole process uses it."""
-    return _thread.rank is not None or bool(whole_process)
+    return this_thread.rank is not None or bool(whole_process)
 
 
 def enter_rank(rank: Rank | None) -> None:
@@ -223,25 +207,25 @@ def enter_rank(rank: Rank | None) -> None:
 
     The backwards of a thread that entered a rank run in this thread: the engine's own thread would not know the rank.
     """
-    _thread.__init__()  # type: ignore[misc]
-    _thread.rank = rank
+    this_thread.__init__()  # type: ignore[misc]
+    this_thread.rank = rank
 
 
 @contextmanager
 def inside_rank(rank: Rank) -> Iterator[Rank]:
     """Within it this thread belongs to ``rank``."""
-    before = dict(_thread.__dict__)
+    before = dict(this_thread.__dict__)
     enter_rank(rank)
     try:
         yield rank
     finally:
-        _thread.__dict__.update(before)
+        this_thread.__dict__.update(before)
 
 
 def set_stream(stream: Stream) -> None:
     """It is current from now on, for this thread. The backward of what is called now will run on it too."""
-    _thread.stream, _thread.task = stream, _C._current_graph_task_id()
-    switches = _thread.switches
+    this_thread.stream, this_thread.task = stream, _C._current_graph_task_id()
+    switches = this_thread.switches
     switches.append((_C._autograd._get_sequence_nr(), stream))
     if len(switches) > _KEPT_SWITCHES:
         del switches[: _KEPT_SWITCHES // 2]
@@ -249,29 +233,10 @@ def set_stream(stream: Stream) -> None:
 
 def current_stream(device: Any = None) -> Stream:
     """What operators are issued to now."""
-    if _C._current_graph_task_id() == _thread.task:
-        return _thread.stream or current_rank().default_stream
-    backward = _thread.backward or (_latest_backward[-1] if _latest_backward else None)
+    if _C._current_graph_task_id() == this_thread.task:
+        return this_thread.stream or current_rank().default_stream
+    backward = this_thread.backward or (backwards[-1] if backwards else None)
     return backward.stream_of_node() if backward is not None else current_rank().default_stream
-
-
-def follow_forward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``_engine_run_backward`` such that nodes run on the streams of their forwards."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        stream, before = current_stream(), _thread.backward
-        backward = _thread.backward = _Backward(_thread.switches, stream)
-        _latest_backward.append(backward)
-        try:
-            with torch.autograd.set_multithreading_enabled(_thread.rank is None):
-                return run_backward(*args, **kwargs)
-        finally:
-            _thread.backward = before
-            _latest_backward.remove(backward)
-            for other in set(backward.used):
-                stream.wait_stream(other)
-
-    return run
 
 
 def host_sync(kind: str, clock: Clock | None = None) -> None:
