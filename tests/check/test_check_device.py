@@ -186,7 +186,8 @@ def test_the_page_says_what_is_checked() -> None:
     words = {
         "exclusive_scan": "`weft.exclusive_scan`", "linear_attention": "`weft.linear_attention`",
         "mamba2": "`weft.mamba2`", "attention": "`weft.attention`",
-        "ShardedAdamW": "`weft.optim.ShardedAdamW`", "REKLS": "`weft.optim.REKLS`", "OverlappedStep": "`weft.optim.OverlappedStep` with `clip`",
+        "ShardedAdamW": "`weft.optim.ShardedAdamW`", "REKLS": "`weft.optim.REKLS`",
+        "OverlappedStep": "`weft.optim.OverlappedStep` with `clip`",
         "the model of weft train": "a step of `weft train`",
     }  # fmt: skip
     found = {}
