@@ -21,6 +21,8 @@ from weft.ops.sequence.layout import Sequence
 class Options(StateOptions):
     """A document's map is a dense matrix, whatever the gate."""
 
+    operation = "delta_rule"
+
     @property
     def kind(self) -> Kind:
         return "dense"
@@ -59,7 +61,7 @@ class DeltaRule(RankFunction):
                 for run in plan.runs
             ]  # fmt: skip
 
-        done = run_forward("delta_rule", options, axis, sequence, q.shape[1], q.device, work_on, None)
+        done = run_forward(options, axis, sequence, q.shape[1], q.device, work_on, None)
         kernels, plan = done.kernels, done.plan
         outs = [kernel.finish(state) for kernel, state in zip(kernels, done.entering, strict=True)]
         states = [
@@ -93,7 +95,7 @@ class DeltaRule(RankFunction):
             ]  # fmt: skip
 
         wanted = initial if ctx.needs_input_grad[5] else None
-        grads, start = run_backward("delta_rule", options, ctx.axis, how, q.device, work, grad_final, wanted)
+        grads, start = run_backward(options, ctx.axis, how, q.device, work, grad_final, wanted)
         dq, dk, dv, dbeta = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:4])
         gates = [grad[4] for grad in grads if grad[4] is not None]
         return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start, None, None, None

@@ -25,6 +25,8 @@ BACKWARD: dict[str, type[ChunkBackward] | type[FusedBackward]] = {"torch": Chunk
 class Options(StateOptions):
     """A document's map decays as its gate does."""
 
+    operation = "linear_attention"
+
     @property
     def kind(self) -> Kind:
         # A gate without the dimension of the keys is one number for each state, also where it is constant.
@@ -59,7 +61,7 @@ class LinearAttention(RankFunction):
                 for t in [run.tokens]
             ]
 
-        done = run_forward("linear_attention", options, axis, sequence, q.shape[1], q.device, work_on, initial)
+        done = run_forward(options, axis, sequence, q.shape[1], q.device, work_on, initial)
         outs = [kernel.finish(state)[0] for kernel, state in zip(done.kernels, done.entering, strict=True)]
         ctx.save_for_backward(q, k, v, g, initial, *done.entering)
         ctx.axis = axis
@@ -84,7 +86,7 @@ class LinearAttention(RankFunction):
             ]  # fmt: skip
 
         wanted = initial if ctx.needs_input_grad[4] else None
-        grads, start = run_backward("linear_attention", options, ctx.axis, how, q.device, work, grad_final, wanted)
+        grads, start = run_backward(options, ctx.axis, how, q.device, work, grad_final, wanted)
         dq, dk, dv = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:3])
         gates = [grad[3] for grad in grads if grad[3] is not None]
         dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else join_runs(gates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ _KINDS = "a floating tensor"
 class StateOptions:
     """What the ranks must have in common: everything but their lengths."""
 
+    operation: ClassVar[str]  # what their calls are named
     q: tuple[int, ...]
     v: tuple[int, ...]
     g: tuple[int, ...] | None

@@ -55,7 +55,7 @@ class ForwardPass(Generic[K]):
 
 
 def run_forward(
-    operation: str, options: StateOptions, axis: Axis, given: Sequence | None, length: int, device: torch.device,
+    options: StateOptions, axis: Axis, given: Sequence | None, length: int, device: torch.device,
     work: Callable[[SequencePlan], list[K]], initial: Tensor | None,
 ) -> ForwardPass[K]:  # fmt: skip
     """``work(plan)`` makes the kernels of a plan's runs; while their maps travel, they do all that needs no state.
@@ -65,8 +65,8 @@ def run_forward(
     """
     batch, form = options.q[0], options.form(device)
     method = choose(form, axis.size) if options.method == "auto" else options.method
-    call = axis.begin(operation, options, metadata=None if given else (length,))
-    plan, scan, kernels = _begin_work(operation, options, call, axis, given, length, form, method, work)
+    call = axis.begin(options.operation, options, metadata=None if given else (length,))
+    plan, scan, kernels = _begin_work(options, call, axis, given, length, form, method, work)
     found = _maps_of(kernels, plan, form)
     maps = segment_maps(plan, found, batch, form.kind == "dense")
     travelling = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
@@ -85,7 +85,7 @@ def run_forward(
 
 
 def run_backward(
-    operation: str, options: StateOptions, axis: Axis, how: tuple[SequencePlan, str, int], device: torch.device,
+    options: StateOptions, axis: Axis, how: tuple[SequencePlan, str, int], device: torch.device,
     work: Callable[[], list[K]], grad_final: Tensor | None, initial: Tensor | None,
 ) -> tuple[list[Any], Tensor | None]:  # fmt: skip
     """What the kernels of ``work()`` give, run by run, and the gradient of ``initial`` (None if that is).
@@ -94,7 +94,7 @@ def run_backward(
     that enter its run.
     """
     (plan, method, number), batch, form = how, options.q[0], options.form(device)
-    call = axis.begin(f"{operation}.backward", options, of=number)
+    call = axis.begin(f"{options.operation}.backward", options, of=number)
     seeds = None
     if options.output_final_state:
         shape = (batch * len(plan.ends), *form.shape[1:])
@@ -113,7 +113,7 @@ def run_backward(
 
 
 def _begin_work(
-    operation: str, options: StateOptions, call: Call, axis: Axis, given: Sequence | None, length: int, form: Form,
+    options: StateOptions, call: Call, axis: Axis, given: Sequence | None, length: int, form: Form,
     method: str, work: Callable[[SequencePlan], list[K]],
 ) -> tuple[SequencePlan, StateScan, list[K]]:  # fmt: skip
     """The plan of a call, its scan with receives posted, and what ``work(plan)`` gives.
@@ -137,7 +137,7 @@ def _begin_work(
     if predicted is not None:
         plan = cut(plan_sequence(predicted))
         done = work(plan)
-    sequence = resolve(operation, call, axis, layout, bounds)
+    sequence = resolve(options.operation, call, axis, layout, bounds)
     if predicted is None or predicted.lengths != sequence.lengths:
         plan = cut(plan_sequence(sequence))
         done = work(plan)
