@@ -44,6 +44,17 @@ def delta(axis: weft.Axis, x: Tensor, gate: str | None = None, **options: object
     return o + final.sum().to(o.dtype)
 
 
+def mamba(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
+    start = x.new_ones(1, HEADS, DIM, DIM) * x.sum()
+    bias = x.new_ones(HEADS) * x.sum()
+    y, final = weft.mamba2(
+        x, x[..., 0], -bias.abs(), x[:, :, ::2], x[:, :, 1::2], D=bias, z=x, dt_bias=bias, dt_softplus=True,
+        initial_states=start, return_final_states=True, group=axis, **options,
+    )  # fmt: skip
+    assert final is not None
+    return y + final.sum().to(y.dtype)
+
+
 def conv(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
     start = x.new_ones(1, HEADS * DIM, 2) * x.sum()
     weight = x.new_ones(HEADS * DIM, 3) + x.sum()
@@ -81,6 +92,8 @@ REFUSED: dict[str, Operation] = {
     "linear_attention zigzag": partial(linear, gate="scalar", layout="zigzag"),
     **{f"delta_rule {gate}": partial(delta, gate=gate) for gate in (None, "scalar", "vector")},
     "delta_rule zigzag": partial(delta, gate="scalar", layout="zigzag", method="ring"),
+    "mamba2": mamba,
+    "mamba2 zigzag": partial(mamba, layout="zigzag", method="ring"),
     "short_conv": partial(conv, activation="silu"),
     "short_conv zigzag": partial(conv, layout="zigzag"),
     **{f"attention {method}": partial(softmax, method=method) for method in ("gather", "ring", "ulysses")},

@@ -174,6 +174,13 @@ def _delta_rule(axis: weft.Axis, with_sequence: bool = False) -> Call:
     return lambda **changes: weft.delta_rule(**{"q": q, "k": q, "v": q, "beta": q[..., 0], **where, **changes})[0]
 
 
+def _mamba2(axis: weft.Axis, with_sequence: bool = False) -> Call:
+    x = _q(axis.rank)
+    right = {"x": x, "dt": x[..., 0].abs(), "A": -torch.ones(2), "B": x, "C": x}
+    where: dict[str, Any] = {"sequence": weft.sequence(4, group=axis)} if with_sequence else {"group": axis}
+    return lambda **changes: weft.mamba2(**{**right, **where, **changes})[0]
+
+
 def _short_conv(axis: weft.Axis, with_sequence: bool = False) -> Call:
     x = _q(axis.rank).flatten(2)
     where: dict[str, Any] = {"sequence": weft.sequence(4, group=axis)} if with_sequence else {"group": axis}
@@ -411,6 +418,8 @@ SUBJECTS = {
     ),
     "delta_rule": Subject(_delta_rule, weft.delta_rule),
     "delta_rule with a sequence": Subject(lambda axis: _delta_rule(axis, True), weft.delta_rule, tells=False),
+    "mamba2": Subject(_mamba2, weft.mamba2),
+    "mamba2 with a sequence": Subject(lambda axis: _mamba2(axis, True), weft.mamba2, tells=False),
     "short_conv": Subject(_short_conv, weft.short_conv),
     "short_conv with a sequence": Subject(lambda axis: _short_conv(axis, True), weft.short_conv, tells=False),
     "exclusive_scan": Subject(_exclusive_scan, weft.exclusive_scan, tells=False),

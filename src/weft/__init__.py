@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.ops.delta_rule import delta_rule
     from weft.ops.embedding import BigramHashEmbedding, RowExchange, ShardedEmbedding
     from weft.ops.linear_attention import linear_attention
+    from weft.ops.mamba2 import mamba2
     from weft.ops.scan import exclusive_scan
     from weft.ops.sequence import Sequence, mean_loss, sequence, shard, unshard
     from weft.ops.short_conv import short_conv
@@ -39,6 +40,7 @@ __all__ = [
     "head_strides",
     "launch",
     "linear_attention",
+    "mamba2",
     "mean_loss",
     "optim",
     "record",

@@ -7,6 +7,7 @@ PUBLIC = {
     "weft.ops.delta_rule": ("delta_rule",),
     "weft.ops.embedding": ("BigramHashEmbedding", "RowExchange", "ShardedEmbedding"),
     "weft.ops.linear_attention": ("linear_attention",),
+    "weft.ops.mamba2": ("mamba2",),
     "weft.ops.scan": ("exclusive_scan",),
     "weft.ops.sequence": ("Sequence", "mean_loss", "sequence", "shard", "unshard"),
     "weft.ops.short_conv": ("short_conv",),

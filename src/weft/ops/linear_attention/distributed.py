@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ BACKWARD: dict[str, type[ChunkBackward] | type[FusedBackward]] = {"torch": Chunk
 class Options:
     """What the ranks must have in common: everything but their lengths."""
 
+    operation: ClassVar[str] = "linear_attention"  # what their calls are named
     q: tuple[int, ...]
     v: tuple[int, ...]
     g: tuple[int, ...] | None
@@ -82,7 +83,7 @@ class LinearAttention(RankFunction):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         batch, form = q.shape[0], options.form(q.device)
         method = choose(form, axis.size) if options.method == "auto" else options.method
-        call = axis.begin("linear_attention", options, metadata=None if sequence else (q.shape[1],))
+        call = axis.begin(options.operation, options, metadata=None if sequence else (q.shape[1],))
 
         def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward]:
             return [
@@ -92,7 +93,7 @@ class LinearAttention(RankFunction):
             ]
 
         plan, scan, kernels = begin_work(
-            "linear_attention",
+            options.operation,
             call,
             axis,
             options.layout,
@@ -130,7 +131,7 @@ class LinearAttention(RankFunction):
         q, k, v, g, initial, *states = ctx.saved_tensors
         options, plan, method, backend, number = ctx.how
         batch, form = q.shape[0], options.form(q.device)
-        call = ctx.axis.begin("linear_attention.backward", options, of=number)
+        call = ctx.axis.begin(f"{options.operation}.backward", options, of=number)
         seeds = None
         if options.output_final_state:
             shape = (batch * len(plan.ends), *form.shape[1:])
