@@ -26,6 +26,7 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }  # fmt: skip
+STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 
 # By ``model_type``: (config class, what differs from SIZES).
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +43,54 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "BailingHybridConfig",
         {**MIXED, **LATENT, **EXPERTS, "n_group": 2, "topk_group": 1, "head_dim": 8},
     ),
+    "bamba": ("BambaConfig", {**STATES, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**STATES, **HEADS, "mamba_d_ssm": 64, "ssm_multipliers": [1.1, 0.9, 1.2, 0.8, 1.3], "mamba_rms_norm": True},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {**MIXED, **STATES, **EXPERTS, "shared_intermediate_size": 24},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16, "use_cache": True},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **HEADS,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_shared_expert_intermediate_size": 16,
+            "num_hidden_layers": 5,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 16,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "use_mem_rope": True,
+            "adapter_rank": 4,
+        },
+    ),
 }
 
 
@@ -52,8 +101,9 @@ def make_hybrid(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -
     kind, differs = HYBRIDS[name]
     config = getattr(transformers, kind)(**{**SIZES, **differs, **changes})
     torch.manual_seed(0)
+    attention = {} if name == "mamba2" else {"attn_implementation": "sdpa"}
     with _without("fla"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(config, **attention)
     model.set_experts_implementation("eager")
     with torch.no_grad():
         for path, weight in model.named_parameters():

@@ -8,6 +8,7 @@ model tells its functions about them.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import Tensor
 from weft.integrations.transformers.attention import Forward, refuse_unknown
 from weft.ops.delta_rule import delta_rule
 from weft.ops.linear_attention import linear_attention
+from weft.ops.mamba2 import mamba2
 from weft.ops.short_conv import short_conv
 
 
@@ -81,6 +83,21 @@ def _normalised(x: Tensor) -> Tensor:
     """x / |x|, computed in fp32 at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def scan_states(
+    mixer: MixerCall, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None = None,
+    D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), **keywords: Any,
+) -> Tensor:  # fmt: skip
+    """``mamba_chunk_scan_combined`` without final states: x ``[B, T, H, P]``, dt ``[B, T, H]``, B, C ``[B, T, G, N]``."""
+    refuse_unknown(mixer.forward, 0.0, keywords)
+    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+
+    def operation(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, sequence: Any) -> Tensor:
+        return mamba2(x, dt, A, B, C, **options, sequence=sequence)[0]
+
+    return _by_row(mixer.forward, operation, x, dt, B, C)
 
 
 def attend_linearly(

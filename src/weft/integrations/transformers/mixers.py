@@ -24,6 +24,8 @@ from weft.integrations.transformers.linear_layers import (
     attend_linearly,
     convolve,
     inside,
+    scan_states,
+    skip_fused,
 )
 
 VERSION = (5, 15)  # of transformers: since then the functions of mixers are globals of their modules
@@ -34,7 +36,11 @@ Functions = Mapping[str, Callable[..., Any]]
 CONV: Functions = {"causal_conv1d_fn": convolve}
 GATED_DELTA: Functions = {**CONV, "torch_chunk_gated_delta_rule": apply_delta_rule}
 KDA: Functions = {**CONV, "chunk_kimi_delta_attention": apply_delta_rule}
-NOT_COUNTED: tuple[Callable[..., Any], ...] = ()
+MAMBA2: Functions = {
+    **CONV,
+    "mamba2_chunk_scan": scan_states,
+    "mamba2_split_conv1d_scan_combined": skip_fused,
+}
 
 
 @dataclass(frozen=True)
@@ -49,21 +55,27 @@ class Family:
     @property
     def counted(self) -> list[str]:
         """What every call of a mixer calls once."""
-        return [name for name, function in self.functions.items() if function not in NOT_COUNTED]
+        return [name for name, function in self.functions.items() if function is not skip_fused]
 
 
 # By ``config.model_type``.
 FAMILIES: dict[str, Family] = {
     "bailing_hybrid": Family("BailingHybridDeltaAttention", KDA),
+    "bamba": Family("BambaMixer", MAMBA2),
+    "falcon_h1": Family("FalconH1Mixer", MAMBA2, ("hybrid",)),
+    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", MAMBA2),
     "kimi_linear": Family("KimiLinearDeltaAttention", KDA),
     "lfm2": Family("Lfm2ShortConv", CONV, ("conv",)),
     "lfm2_moe": Family("Lfm2MoeShortConv", CONV, ("conv",)),
     "lfm3": Family("Lfm3ShortConv", CONV, ("conv",)),
+    "mamba2": Family("Mamba2Mixer", MAMBA2),
     "minimax": Family("MiniMaxLightningAttention", {"MiniMaxLightningAttention.forward": attend_linearly}),
+    "nemotron_h": Family("NemotronHMamba2Mixer", MAMBA2, others=("mlp", "moe")),
     "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", GATED_DELTA),
     "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", GATED_DELTA),
     "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", GATED_DELTA),
     "qwen3_next": Family("Qwen3NextGatedDeltaNet", GATED_DELTA),
+    "zamba2": Family("Zamba2MambaMixer", MAMBA2, ("linear_attention", "hybrid")),
 }
 
 SELECTIVE = "selective scans of Mamba-1, one state per channel"
