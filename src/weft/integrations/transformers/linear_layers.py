@@ -90,9 +90,9 @@ def scan_states(
     D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf), **keywords: Any,
 ) -> Tensor:  # fmt: skip
-    """``mamba_chunk_scan_combined`` without final states: x ``[B, T, H, P]``, dt ``[B, T, H]``, B, C ``[B, T, G, N]``."""
+    """``mamba_chunk_scan_combined``: x ``[B, T, H, P]``, dt ``[B, T, H]``, B, C ``[B, T, G, N]``, the rest per head."""
     refuse_unknown(mixer.forward, 0.0, keywords)
-    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+    options: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
 
     def operation(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, sequence: Any) -> Tensor:
         return mamba2(x, dt, A, B, C, **options, sequence=sequence)[0]
