@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from weft.integrations.transformers.batch import KEY
 from weft.ops.attention import attention
 from weft.ops.sequence import Sequence
 
@@ -26,9 +27,9 @@ PLAIN_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequenc
 COMPOSED = ("and_masks", "remap_positions_for_packed_sequence")
 # Keywords that reach attention and change nothing in it, or were dealt with before.
 HARMLESS = frozenset({
-    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "labels", "logits_to_keep", "max_length_k",
-    "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids", "seq_idx",
-    "shift_labels", "sliding_window", "use_cache",
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens", "is_causal", "labels", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids",
+    "seq_idx", "shift_labels", "sliding_window", "use_cache", KEY,
 })  # fmt: skip
 REASONS = {
     "softcap": "capped scores",
@@ -38,18 +39,23 @@ REASONS = {
     "block_indices": "sparse attention by blocks",
     "output_attentions": "attention weights as an output",
     "past_key_values": "a cache",
+    "initial_state": "a state from before",
+    "initial_states": "a state from before",
+    "output_final_state": "a state for later",
+    "return_final_states": "a state for later",
     "cache": "a cache",
 }
 
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of a model under way. sequences: one for all rows, or one for each."""
+    """One forward of a model under way. sequences: one for all rows, or one for each. mixers: those that have run."""
 
     model: str
     sequences: list[Sequence]
     method: str
     calls: int = 0
+    mixers: set[str] = field(default_factory=set)
     loss_is_right: bool = False
 
     @property
@@ -132,7 +138,7 @@ def attend(
             f"in place of the one that knows about the other ranks; this model cannot be context-parallel"
         )
     forward = attention_mask.forward
-    _refuse_unknown(forward, dropout, keywords)
+    refuse_unknown(forward, dropout, keywords)
     forward.calls += 1
     query, key, value = _in_one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -173,7 +179,7 @@ def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _refuse_unknown(forward: Forward, dropout: float, keywords: dict[str, Any]) -> None:
+def refuse_unknown(forward: Forward, dropout: float, keywords: dict[str, Any]) -> None:
     """Every keyword is known to change nothing, or it is refused: ignoring one gives wrong numbers in silence."""
     where = f"in {forward.model} (rank {forward.rank})"
     if dropout:

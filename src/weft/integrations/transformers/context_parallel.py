@@ -13,7 +13,8 @@ from torch.utils.data import DistributedSampler
 from weft.comm import Axis
 from weft.integrations.transformers.attention import attend, make_mask
 from weft.integrations.transformers.batch import KEY, DataRankLoader, ShardingCollator, WholeBatch, shard_batch
-from weft.integrations.transformers.model import Enabled, find_model_fault
+from weft.integrations.transformers.model import Enabled
+from weft.integrations.transformers.refusals import find_model_fault
 from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.layout import find_layout_fault

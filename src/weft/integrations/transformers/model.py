@@ -1,99 +1,20 @@
-"""A context-parallel model: what it must not have, what is set on it, and what is checked around each forward."""
+"""A context-parallel model: what is set on it, and what is checked around each forward."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
-
-from torch import nn
 
 from weft.comm import Axis
 from weft.errors import name_ranks
 from weft.integrations.transformers.attention import Forward, running
 from weft.integrations.transformers.batch import KEY, WholeBatch
+from weft.integrations.transformers.mixers import ATTENDING, family_of, hooks_of, kinds_of, mixers_of, take_over
 
-LAYERS = ("full_attention", "sliding_attention")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-
-
-def find_model_fault(model: Any, rank: int) -> Exception | None:
-    """The first reason why this model cannot be context-parallel, or None."""
-    for words in chain(_faults_of_kind(model), _faults_of_tokens(model), _faults_of_scores(model)):
-        return NotImplementedError(f"ContextParallel.enable: {type(model).__name__} {words} (rank {rank})")
-    return None
-
-
-def _faults_of_kind(model: Any) -> Iterator[str]:
-    """Which models are supported at all."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        yield "has an encoder and a decoder; only decoders are supported"
-    if config.get_text_config() is not config:
-        yield "has parts for images or sound; enable its text model alone"
-    if getattr(config, "is_causal", True) is False:
-        yield "is set to see later tokens (is_causal=False); only causal models are supported"
-    kind = getattr(model, "loss_type", None)
-    if kind is not None and "CausalLM" not in kind:
-        yield f"has a loss of type {kind}, which looks at whole sequences; only causal language models are supported"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        yield "takes no position_ids, so a rank cannot say which tokens it holds"
-    if not model._can_set_attn_implementation():  # the only thing that says so; transformers itself but warns
-        yield "has attention of its own instead of transformers' AttentionInterface"
-
-
-def _faults_of_tokens(model: Any) -> Iterator[str]:
-    """What looks at other tokens, or counts them, outside attention."""
-    kinds = getattr(model.config, "layer_types", None) or getattr(model.config, "layers_block_type", None) or ()
-    for kind in kinds:
-        if kind not in LAYERS:
-            yield f"has layers of type {kind}; only {' and '.join(LAYERS)} are supported"
-    if getattr(model.config, "attention_chunk_size", None):
-        yield f"attends in chunks of {model.config.attention_chunk_size}, which no window can express"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv1d):
-            yield f"mixes neighbouring tokens outside attention, in {name}"
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            yield f"counts positions from its padding token, in {name}"
-    for kind in _rope_types(model.config):
-        if kind == "longrope" or "dynamic" in kind:
-            yield (
-                f"has rotary embeddings of type {kind!r}, which depend on the longest position a rank sees; 'yarn', "
-                f"'llama3', 'linear' and 'default' do not"
-            )
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    for name in ("rope_parameters", "rope_scaling"):
-        given = getattr(config, name, None)
-        if isinstance(given, dict):
-            for one in (given, *(value for value in given.values() if isinstance(value, dict))):
-                yield str(one.get("rope_type", one.get("type", "default")))
-
-
-def _faults_of_scores(model: Any) -> Iterator[str]:
-    """What attention here does not compute, and a loss that needs all tokens."""
-    config = model.config
-    if getattr(config, "attn_logit_softcapping", None):
-        yield f"caps its attention scores (attn_logit_softcapping={config.attn_logit_softcapping})"
-    for name, module in model.named_modules():
-        if getattr(module, "sinks", None) is not None:
-            yield f"has attention sinks, in {name}"
-        for dropout in DROPOUTS:
-            rate = getattr(module, dropout, None)
-            rate = rate.p if isinstance(rate, nn.Dropout) else rate
-            if isinstance(rate, float | int) and rate:
-                yield f"has attention dropout {rate}, in {name}; load it with attention_dropout=0.0 (GPT2: attn_pdrop)"
-    if getattr(config, "alibi", False):
-        yield "adds a bias to its scores (alibi)"
-    if getattr(config, "output_router_logits", False):
-        yield (
-            "adds an auxiliary loss of its router, a mean over tokens that a rank does not have; set "
-            "config.output_router_logits = False"
-        )
+CACHES = ("past_key_values", "cache_params")
 
 
 @dataclass(frozen=True)
@@ -113,6 +34,10 @@ class Enabled:
         self._model = weakref.ref(model)
         self.axis, self.layout, self.method, self.name = axis, layout, method, name
         self._layers = int(getattr(model.config, "num_hidden_layers", 1))
+        if family_of(model) is not None:
+            self._layers = sum(kind in ATTENDING for kind in kinds_of(model.config))
+        self._mixers = tuple(mixers_of(model))
+        self._has_attention = model._can_set_attn_implementation()
         self._has_loss = "labels" in inspect.signature(model.forward).parameters
         self._before: tuple[str, Any] | None = None
         self._hooks: list[Any] = []
@@ -130,15 +55,18 @@ class Enabled:
         return self
 
     def resume(self) -> None:
-        """Set attention, loss and hooks on the model."""
+        """Set attention, mixers, loss and hooks on the model."""
         model, self.active = self.model, True
         self._before = model.config._attn_implementation, model.__dict__.get("_loss_function")
-        model.set_attn_implementation(self.name)
+        if self._has_attention:
+            model.set_attn_implementation(self.name)
+        take_over(model)
         if self._has_loss:
             model.loss_function = _watch(model.loss_function)
         self._hooks = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            *hooks_of(model),
         ]
 
     def pause(self) -> None:
@@ -148,7 +76,8 @@ class Enabled:
         attention, loss = self._before
         for hook in self._hooks:
             hook.remove()
-        model.set_attn_implementation(attention)
+        if self._has_attention:
+            model.set_attn_implementation(attention)
         if self._has_loss:
             del model._loss_function
         if loss is not None:
@@ -157,7 +86,7 @@ class Enabled:
     def _begin(self, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         keywords = dict(keywords)
         whole = keywords.pop(KEY, None)
-        if keywords.get("past_key_values") is not None or keywords.get("use_cache"):
+        if any(keywords.get(name) is not None for name in CACHES) or keywords.get("use_cache"):
             # Raised here alone: whoever generates does so on one rank, and the others wait for nothing.
             raise NotImplementedError(
                 f"ContextParallel: {type(model).__name__} was called with a cache (rank {self.axis.rank}); for "
@@ -188,6 +117,11 @@ class Enabled:
             raise NotImplementedError(
                 f"ContextParallel: only {forward.calls} of {self._layers} layers of {forward.model} attended through "
                 f"transformers' interface (rank {self.axis.rank}); the others saw this rank's tokens alone"
+            )
+        if missed := [name for name in self._mixers if name not in forward.mixers]:
+            raise NotImplementedError(
+                f"ContextParallel: {', '.join(missed)} of {forward.model} did not run in this forward (rank "
+                f"{self.axis.rank}); what ran in place of them saw this rank's tokens alone"
             )
         if keywords.get("labels") is not None and not forward.loss_is_right:
             raise NotImplementedError(
