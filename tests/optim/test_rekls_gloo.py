@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -181,6 +181,29 @@ def sums_to_be_made(axis: weft.Axis) -> tuple[Tensor, Tensor]:
 def test_gradients_that_are_sums_still_to_be_made(four: ProcessWorld) -> None:
     for found, wanted in four.run(sums_to_be_made):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def norms_over_two_meshes(axis: weft.Axis) -> tuple[float, float]:
+    """The norm of gradients that lie on two meshes over the same ranks, and the true one."""
+    grads = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    first, second = (init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")) for _ in range(2))
+    parameters = []
+    for grad, mesh in zip(grads, (first, second["a"], second), strict=True):
+        placements = [Shard(0), Shard(1)][: mesh.ndim]
+        parameters.append(nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, placements)))
+        parameters[-1].grad = distribute_tensor(grad, mesh, placements)
+    rekls = optim.REKLS([{"params": parameters, "algorithm": "adamw"}], lr=0.1)
+    step = optim.OverlappedStep([rekls], clip=1.0)
+    step.step()
+    assert step.norm is not None
+    return step.norm, float(torch.stack(grads).norm())
+
+
+@pytest.mark.processes
+def test_meshes_over_the_same_ranks_are_one(four: ProcessWorld) -> None:
+    """Each element counts once in a norm. What is made on the second mesh torch lays on the first, or not."""
+    for found, wanted in four.run(norms_over_two_meshes):
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 # Checkpoints: 5 steps, save, 5 more; elsewhere: load, 5 more.

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -14,6 +15,7 @@ from weft.comm.axis import Axis
 from weft.comm.dist import DistWire
 
 _meshes: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()  # of meshes, by ranks
 
 
 def has_process_group(axis: Axis) -> bool:
@@ -104,6 +106,16 @@ def shard_place(value: Tensor) -> int:
     return place
 
 
+def _axis_of(mesh: DeviceMesh, index: int) -> Axis:
+    """The axis of a dimension of a mesh, one and the same for the same ranks.
+
+    torch takes equal meshes for one: of DTensors that are made on a second mesh over the same ranks, those whose shape
+    the first has seen lie on the first.
+    """
+    group = mesh.get_group(index)
+    return Axis.of(_groups.setdefault(tuple(dist.get_process_group_ranks(group)), group))
+
+
 def mesh_axes(parameter: Tensor) -> list[tuple[Axis, int | None]]:
     """The mesh axes of a DTensor with the dimension it is cut along on each, None where it is whole.
 
@@ -119,6 +131,6 @@ def mesh_axes(parameter: Tensor) -> list[tuple[Axis, int | None]]:
         if dim is None and not isinstance(placement, Replicate):
             raise NotImplementedError(f"a parameter with the placement {placement} on its mesh is not supported")
         strided |= type(placement).__name__ == "_StridedShard"
-        found.append((Axis.of(parameter.device_mesh.get_group(index)), dim))
+        found.append((_axis_of(parameter.device_mesh, index), dim))
     dims = [dim for _, dim in found if dim is not None]
     return found if strided or len(set(dims)) == len(dims) else found[::-1]
