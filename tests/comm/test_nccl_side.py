@@ -223,6 +223,29 @@ def test_only_the_thread_that_issues_asks_whether_works_are_over() -> None:
     assert len(detector._waits) == 1
 
 
+@on_simulated_device
+@pytest.mark.parametrize(("name", "in_line"), [("nccl", True), ("xccl", True), ("gloo", False), ("mpi", False)])
+def test_backends_without_tags_stand_in_one_line(name: str, in_line: bool, sim: object) -> None:
+    """Those of CUDA, ROCm and XPU, by torch's names for them."""
+    from weft.comm import dist
+
+    connected: list[torch.device] = []
+
+    class Backend:
+        def name(self) -> str:
+            return name
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            connected.append(device)
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend()
+
+    side = dist._nccl_side_of(Group())  # type: ignore[arg-type]
+    assert (side is not None) is in_line and connected == [torch.device("sim:0")] * in_line
+
+
 def test_works_of_a_capture_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Calls:
         irecv = isend = "op"

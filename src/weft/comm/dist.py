@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.device import StreamLane, own_device, runs_behind
 from weft.comm.hang import HangDetector
-from weft.comm.nccl import NcclSide, PostedWithExchange
+from weft.comm.nccl import TAGLESS, NcclSide, PostedWithExchange
 from weft.comm.wire import CallRecord, Pending, ThreadLanes, Wire, WireMessage
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def _nccl_side_of(group: dist.ProcessGroup) -> NcclSide | None:
-    """If tensors of this process's accelerator travel over NCCL in this group: its name does not always say so."""
+    """If tensors of this process's accelerator travel without tags in this group: its name does not always say so."""
     device = own_device()
     backend = _backend_of(group, device.type) if runs_behind(device) else None
-    return NcclSide(backend, device) if backend is not None and backend.name() == "nccl" else None
+    return NcclSide(backend, device) if backend is not None and backend.name() in TAGLESS else None

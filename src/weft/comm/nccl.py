@@ -1,4 +1,4 @@
-"""Messages between devices, by NCCL: one line of groups on each communicator, no tags. No GPU has run this yet.
+"""Messages between devices, by NCCL or XCCL: one line of groups on each communicator, no tags. No GPU has run this yet.
 
 The calls of torch.distributed it makes are few, and are given to it, so that the same class runs in a virtual world
 against an emulation that holds it to NCCL's rules (`weft.world.emulated_nccl`).
@@ -17,6 +17,8 @@ from weft.comm.device import is_capturing
 from weft.comm.hang import HangDetector
 from weft.comm.wire import CallRecord, Pending, WireMessage
 from weft.errors import CommError
+
+TAGLESS = frozenset({"nccl", "xccl"})  # torch's names of backends with one line for each communicator: CUDA, ROCm; XPU
 
 
 class PostedWithExchange(Pending[None]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 
@@ -452,3 +453,10 @@ def test_subclasses_of_parameters() -> None:
     marked = Marked(torch.zeros(3, device="sim"))
     (marked * 2).sum().backward()
     assert isinstance(marked, Marked) and marked.grad.tolist() == [2.0] * 3
+
+
+def test_the_root_of_a_number_is_rounded_as_on_cuda() -> None:
+    numbers = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
+    roots = [torch.full((), x, dtype=torch.float64, device="sim").sqrt() for x in [*numbers, math.inf, 0.0]]
+    assert torch.stack(roots).cpu().tolist() == [math.sqrt(x) for x in [*numbers, math.inf, 0.0]]
+    assert torch.full((1, 1), -1.0, dtype=torch.float64, device="sim").sqrt().isnan().item()
