@@ -226,7 +226,9 @@ def test_bench_train_refuses_what_it_cannot_measure(
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_plain_pieces_refuse_tensor_parallel_ranks() -> None:
+def test_plain_pieces_refuse_what_they_do_not_have() -> None:
     mesh = make_mesh((1, 1, 1))
     with pytest.raises(ValueError, match="plain pieces take whole weights, so --tp 1, not 2"):
         PlainTrainer(TINY, replace(mesh, tensor=Axis(mesh.tensor.wire, (0, 1), 0, mesh.tensor.counter)))
+    with pytest.raises(ValueError, match="plain pieces for blocks l and s, not d: --pattern lsd"):
+        PlainTrainer(replace(TINY, pattern="lsd", layers=3), mesh)

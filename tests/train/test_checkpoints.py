@@ -34,10 +34,12 @@ def run(axis: weft.Axis | None, shape: Shape, config: TrainConfig) -> list[float
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_the_mesh_may_change(two: ProcessWorld, four: ProcessWorld, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "pattern"), [("fp64", "ls"), ("fp64", "d"), pytest.param("fp32", "ls", marks=pytest.mark.slow)]
+)
+def test_the_mesh_may_change(two: ProcessWorld, four: ProcessWorld, tmp_path: Path, dtype: str, pattern: str) -> None:
     """Saved on dp 2 x cp 2; on the same mesh the losses are the same to the bit."""
-    config = replace(SAVING, out=tmp_path / "run", dtype=dtype, keep=3)
+    config = replace(SAVING, out=tmp_path / "run", dtype=dtype, keep=3, pattern=pattern)
     wanted = four.run(run, (2, 2, 1), config)[0]
     again = replace(config, resume=step_folder(config.out, 3))
     tolerance = 1e-6 if dtype == "fp64" else 1e-3

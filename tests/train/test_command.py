@@ -75,7 +75,8 @@ WRONG = {
     "a negative rate": (["--lr", "-1"], "--lr must be finite and not negative"),
     "ddp of cut weights": (["--tp", "2", "--wrap", "ddp"], "--wrap ddp takes whole weights"),
     "a file as folder": (["--out", "small.json"], "--out small.json is a file"),
-    "a pattern": (["--pattern", "lx"], "--pattern must be made of l and s"),
+    "a pattern": (["--pattern", "lx"], "--pattern must be made of l, s and d, got 'lx'"),
+    "no pattern": (["--pattern", ""], "--pattern must be made of l, s and d, got ''"),
     "no ranks": (["--cp", "0"], "--dp, --cp and --tp must be at least 1"),
 }
 
@@ -134,7 +135,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from weft.train.trainer import Trainer
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    config = replace(SMALL, out=folder, steps=30, pattern="lsl", layers=3)
+    config = replace(SMALL, out=folder, steps=30, pattern="lsd", layers=3)
     for _ in Trainer(config, make_mesh((1, 1, 1))):
         pass
     return folder
@@ -151,6 +152,8 @@ def test_decoding_is_the_forward(trained: Path) -> None:
         state = model.start_decoding()
         found = torch.cat([model.decode(piece, state) for piece in tokens.split(cuts, 1)], 1)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        linear, _, delta = state.caches  # what is kept, and so the cost of a token, does not grow
+        assert linear.state.shape == delta.state.shape == (1, 2, 8, 8) and delta.window.shape == (1, 3 * 16, 3)
 
 
 def test_sampling(call, trained: Path) -> None:

@@ -54,7 +54,13 @@ def test_by_nccls_rules(steps: int) -> None:
     assert furthest(found[3], alone(steps=steps)) < 1e-6
 
 
-@pytest.mark.parametrize("changes", [{"layout": "contiguous"}, slow({"pattern": "l"}), {"pattern": "s", "kv_heads": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "contiguous"}, slow({"pattern": "l"}), {"pattern": "s", "kv_heads": 1}, {"pattern": "d"},
+        {"pattern": "sd", "layout": "contiguous"},
+    ],
+)  # fmt: skip
 def test_other_settings(changes: dict[str, Any]) -> None:
     assert furthest(train_virtually(1, 3, steps=6, **changes)[0], alone(steps=6, **changes)) < 1e-6
 
@@ -80,12 +86,20 @@ def test_real_meshes(two: ProcessWorld, four: ProcessWorld, shape: tuple[int, in
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("wrap", "shape"), [("ddp", (2, 2, 1)), slow("fsdp2", (2, 2, 1)), ("fsdp2", (2, 1, 2))], ids=str
-)
-def test_the_same_model_in_torchs_wrappers(four: ProcessWorld, wrap: Any, shape: tuple[int, int, int]) -> None:
-    found = four.run(train_on_mesh, shape, replace(SMALL, steps=8, wrap=wrap))
+    ("wrap", "shape", "pattern"),
+    [
+        ("ddp", (2, 2, 1), "ls"), slow("fsdp2", (2, 2, 1), "ls"), ("fsdp2", (2, 1, 2), "ls"),
+        ("weft", (1, 2, 2), "ds"), slow("ddp", (2, 2, 1), "ds"), slow("fsdp2", (2, 2, 1), "ds"),
+        ("fsdp2", (2, 1, 2), "ds"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_same_model_in_torchs_wrappers(
+    four: ProcessWorld, wrap: Any, shape: tuple[int, int, int], pattern: str
+) -> None:
+    found = four.run(train_on_mesh, shape, replace(SMALL, steps=8, wrap=wrap, pattern=pattern))
     assert all(losses == found[0] for losses in found)
-    assert furthest(found[0], alone(steps=8)) < 1e-6
+    assert furthest(found[0], alone(steps=8, pattern=pattern)) < 1e-6
 
 
 @pytest.mark.slow

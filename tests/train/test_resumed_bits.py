@@ -38,8 +38,8 @@ def train(config: TrainConfig, shape: tuple[int, int, int]) -> tuple[list[float]
     return losses, {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
-def both(axis: weft.Axis | None, out: str, shape: tuple[int, int, int]) -> None:
-    config = replace(RUN, out=Path(out) / "whole", dp=shape[0], cp=shape[1])
+def both(axis: weft.Axis | None, out: str, shape: tuple[int, int, int], pattern: str = "ls") -> None:
+    config = replace(RUN, out=Path(out) / "whole", dp=shape[0], cp=shape[1], pattern=pattern)
     losses, weights = train(config, shape)
     again = replace(config, out=Path(out) / "again", resume=step_folder(config.out, SAVED_AT))
     found, same = train(again, shape)
@@ -47,15 +47,18 @@ def both(axis: weft.Axis | None, out: str, shape: tuple[int, int, int]) -> None:
     assert all(torch.equal(same[name], weights[name]) for name in weights)
 
 
-def test_in_one_process(tmp_path: Path) -> None:
-    both(None, str(tmp_path), (1, 1, 1))
+@pytest.mark.parametrize("pattern", ["ls", "d"])
+def test_in_one_process(tmp_path: Path, pattern: str) -> None:
+    both(None, str(tmp_path), (1, 1, 1), pattern)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1)], ids=["dp 2", "cp 2"])
-def test_on_two_ranks(two: ProcessWorld, tmp_path: Path, shape: tuple[int, int, int]) -> None:
-    two.run(both, str(tmp_path), shape)
+@pytest.mark.parametrize(
+    ("shape", "pattern"), [((2, 1, 1), "ls"), ((1, 2, 1), "ls"), ((1, 2, 1), "d")], ids=["dp 2", "cp 2", "cp 2, d"]
+)
+def test_on_two_ranks(two: ProcessWorld, tmp_path: Path, shape: tuple[int, int, int], pattern: str) -> None:
+    two.run(both, str(tmp_path), shape, pattern)
 
 
 @pytest.mark.slow

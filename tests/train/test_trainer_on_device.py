@@ -26,6 +26,7 @@ from weft.train.sample import generate, load_model
 from weft.train.trainer import Trainer
 
 MESHES = [(1, 1), (1, 2), (2, 1)]  # dp, cp
+EVERY_KIND = replace(SMALL, pattern="lsd", layers=3)
 
 
 def sim_world(size: int) -> weft.world.VirtualWorld:
@@ -54,10 +55,10 @@ def on_device(work: Callable[[Any], None]) -> None:
 )  # fmt: skip
 def test_losses_are_those_of_the_cpu(dp: int, cp: int, dtype: Any, apart: float) -> None:
     """Forward, backward, prefetch and step; under an autocast with CUDA's lists, where norms come out in fp32."""
-    config = replace(SMALL, steps=3, dp=dp, cp=cp, dtype=dtype, device="sim")
+    config = replace(EVERY_KIND, steps=3, dp=dp, cp=cp, dtype=dtype, device="sim")
     found = sim_world(dp * cp).run(lambda axis: losses_of(Trainer(config, virtual_mesh(axis, dp, cp)))).results
     assert all(losses == found[0] for losses in found)
-    assert furthest(found[0], train_alone(steps=3, dtype=dtype)) < apart
+    assert furthest(found[0], train_alone(steps=3, dtype=dtype, pattern="lsd", layers=3)) < apart
 
 
 def waits_of_a_step(dp: int, cp: int) -> list[dict[str, int]]:
@@ -65,7 +66,7 @@ def waits_of_a_step(dp: int, cp: int) -> list[dict[str, int]]:
 
     def program(axis: weft.Axis) -> dict[str, int]:
         rank = simulated_device().current_rank()
-        trainer = Trainer(replace(SMALL, dp=dp, cp=cp, device="sim"), virtual_mesh(axis, dp, cp))
+        trainer = Trainer(replace(EVERY_KIND, dp=dp, cp=cp, device="sim"), virtual_mesh(axis, dp, cp))
         for _ in range(2):
             trainer.take_step()
         rank.host_syncs.clear()
@@ -114,7 +115,7 @@ def test_a_run_is_saved_gone_on_with_and_sampled(tmp_path: Path) -> None:
     """The bits of a run that saves and is left alone; on the CPU the checkpoint gives the same text."""
 
     def work(rank: Any) -> None:
-        config = replace(SMALL, steps=5, checkpoint_every=2, device="sim", out=tmp_path / "whole")
+        config = replace(EVERY_KIND, steps=5, checkpoint_every=2, device="sim", out=tmp_path / "whole")
         wanted = [result.loss for result in Trainer(config, make_mesh((1, 1, 1)))]
         run = tmp_path / "run"
         trainer = Trainer(replace(config, out=run), make_mesh((1, 1, 1)), lambda: 15 if trainer.done == 2 else 0)

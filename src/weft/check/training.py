@@ -133,8 +133,9 @@ def model_cases() -> Iterator[Case]:
 
 def _model(axis: Axis, device: torch.device) -> Work:
     config = TrainConfig(
-        steps=_BATCHES, width=32, layers=2, heads=2, kv_heads=1, hidden=64, table_rows=ROWS, dtype="bf16", warmup=0
-    )
+        steps=_BATCHES, width=32, layers=3, pattern="lsd", heads=2, kv_heads=1, hidden=64, table_rows=ROWS,
+        dtype="bf16", warmup=0,
+    )  # fmt: skip
     alone = axis.subset([axis.rank])
     mesh = ParallelMesh(alone, axis, alone, axis, axis, None)
     torch.manual_seed(0)  # of the table's rows

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -97,6 +97,18 @@ def cut_over_tensor_ranks(
     prepare = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
     parallelize_module(module, tensor_mesh, plan)
     parallelize_module(module, tensor_mesh, prepare)
+
+
+def rows_of_tensor_rank(mesh: ParallelMesh, weight: Tensor) -> Tensor:
+    """This tensor rank's rows of a ``weight`` that is whole on every rank, for what is cut by heads.
+
+    All have the whole gradient: in the backward the ranks' rows of it are gathered.
+    """
+    if mesh.tensor.size == 1:
+        return weight
+    assert mesh.device_mesh is not None
+    whole = DTensor.from_local(weight, mesh.device_mesh["tp"], [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(0)]).to_local()
 
 
 def axis_of_ranks(ranks: Sequence[int]) -> Axis:

@@ -60,7 +60,8 @@ class TrainConfig:
 
     width: int = 128  # Of the residual stream.
     layers: int = 4  # Blocks of the model.
-    pattern: str = "ls"  # Kinds of blocks, repeated: l for linear attention, s for softmax attention.
+    pattern: str = "ls"
+    """Kinds of blocks, repeated: l for linear attention, s for softmax attention, d for a gated delta net."""
     heads: int = 4  # Query heads.
     kv_heads: int = 2  # Key/value heads of softmax attention.
     hidden: int = 256  # Hidden units of each block's MLP.
@@ -69,7 +70,7 @@ class TrainConfig:
 
     lr: float = 0.006  # Of REKLS, on the matrices of the blocks.
     variant: Literal["stable", "exact"] = "stable"  # Of REKLS. Only stable follows one process on any mesh.
-    lr_adamw: float = 0.003  # Of AdamW, on embeddings, head and norms.
+    lr_adamw: float = 0.003  # Of AdamW, on embeddings, head, norms and other vectors.
     lr_rows: float = 0.003  # Of the exact Adam on the rows of the bigram table.
     weight_decay: float = 0.01  # Of matrices, embeddings and head.
     warmup: int = 20  # Steps until the full rates; then they fall along a cosine.
@@ -117,8 +118,8 @@ class TrainConfig:
                 yield f"{flag(name)} must be > 0 and at most {LONGEST_WAIT:.0f} s, got {value}"
         if not 0 <= self.held_out < 1:
             yield f"--held-out must be in [0, 1), got {self.held_out}"
-        if not self.pattern or set(self.pattern) - set("ls"):
-            yield f"--pattern must be made of l and s, got {self.pattern!r}"
+        if not self.pattern or set(self.pattern) - set("lsd"):
+            yield f"--pattern must be made of l, s and d, got {self.pattern!r}"
         if self.table_rows < 2:
             yield f"--table-rows must be at least 2, one of them reserved, got {self.table_rows}"
         if self.width % (2 * self.heads):

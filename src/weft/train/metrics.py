@@ -27,6 +27,8 @@ from weft.train.run_folder import split_lines, write_whole
 EVERY = 10.0  # seconds between lines where they stay
 _PREFIXES = {
     "linear_attention": "linear attention",
+    "delta_rule": "linear attention",
+    "short_conv": "linear attention",
     "attention": "softmax attention",
     "embedding": "embedding rows",
     "BigramHashEmbedding": "embedding rows",
@@ -35,7 +37,7 @@ _PREFIXES = {
     "ShardedAdamW": "AdamW",
 }
 _WHAT = {
-    "linear attention": "states",
+    "linear attention": "states, halos",
     "softmax attention": "keys, values, gradients",
     "embedding rows": "rows, gradients",
     "REKLS": "gradients, updates",

@@ -1,4 +1,4 @@
-"""The hybrid language model: token and bigram embeddings, blocks of linear and softmax attention, a head.
+"""The hybrid language model: token and bigram embeddings, blocks of several kinds of attention, a head.
 
 And its optimizer: REKLS on matrices, AdamW on the rest, exact Adam on rows, as one overlapped step.
 """
@@ -19,6 +19,7 @@ from weft.comm.device import copy_to_device
 from weft.ops.sequence import Sequence
 from weft.parallel.mesh import ParallelMesh, cut_over_tensor_ranks
 from weft.train.config import TrainConfig
+from weft.train.delta_block import DeltaMixer
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
@@ -34,9 +35,10 @@ class Place:
 
 @dataclass
 class Cache:
-    """What a block remembers of the tokens before, when text is sampled: a state, or keys and values."""
+    """What a block remembers, when text is sampled: a state and a convolution's last tokens, or keys and values."""
 
     state: Tensor | None = None
+    window: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
 
@@ -133,7 +135,9 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-MIXERS: dict[str, type[LinearMixer] | type[SoftmaxMixer]] = {"l": LinearMixer, "s": SoftmaxMixer}
+MIXERS: dict[str, Callable[[TrainConfig, ParallelMesh, torch.dtype], nn.Module]] = {
+    "l": LinearMixer, "s": SoftmaxMixer, "d": DeltaMixer,
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -173,7 +177,7 @@ class LanguageModel(nn.Module):
     | part                  | on the ranks                                  | stepped by   |
     |-----------------------|-----------------------------------------------|--------------|
     | ``tokens``, ``head``  | whole on every rank                           | AdamW        |
-    | norms                 | whole on every rank                           | AdamW        |
+    | norms, other vectors  | whole on every rank                           | AdamW        |
     | ``bigrams``           | rows over all ranks                           | RowAdam      |
     | matrices of blocks    | cut over tensor ranks, else whole             | REKLS        |
     """
@@ -196,8 +200,8 @@ class LanguageModel(nn.Module):
         """Whole weights on every rank, from the seed alone; then they are cut."""
         source = torch.Generator().manual_seed(config.seed)
         for name, weight in self.named_parameters():
-            if weight.ndim == 2 and not name.startswith("bigrams"):
-                scale = weight.shape[1] ** -0.5 if not name.startswith("tokens") else 0.5
+            if weight.ndim > 1 and not name.startswith("bigrams"):
+                scale = weight.shape[-1] ** -0.5 if not name.startswith("tokens") else 0.5
                 if name.endswith(("out.weight", "down.weight")):
                     scale *= (2 * config.layers) ** -0.5
                 weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=source) * scale)
@@ -231,14 +235,14 @@ class LanguageModel(nn.Module):
 
 
 def sort_parameters(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """By name: matrices of blocks (REKLS), what has weight decay else (AdamW), norms (AdamW). Not the table."""
+    """By name: matrices of blocks (REKLS), what has weight decay else (AdamW), norms and the like. Not the table."""
     matrices: dict[str, Tensor] = {}
     decayed: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         if weight is model.bigrams.weight:
             continue
-        kind = plain if weight.ndim < 2 else matrices if name.startswith("blocks.") else decayed
+        kind = plain if weight.ndim != 2 else matrices if name.startswith("blocks.") else decayed
         kind[name] = weight
     return matrices, decayed, plain
 

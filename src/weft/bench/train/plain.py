@@ -110,6 +110,8 @@ class PlainTrainer(Trainer):
     def __init__(self, config: TrainConfig, mesh: ParallelMesh) -> None:
         if mesh.tensor.size > 1:
             raise ValueError(f"train: plain pieces take whole weights, so --tp 1, not {mesh.tensor.size}")
+        if "d" in config.kinds:
+            raise ValueError(f"train: there are plain pieces for blocks l and s, not d: --pattern {config.pattern}")
         super().__init__(replace(config, layout="contiguous", wrap="weft"), mesh)
 
     def _make_model(self, vocabulary: int) -> LanguageModel:
