@@ -102,7 +102,7 @@ def make_hybrid(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -
     config = getattr(transformers, kind)(**{**SIZES, **differs, **changes})
     torch.manual_seed(0)
     attention = {} if name == "mamba2" else {"attn_implementation": "sdpa"}
-    with _without("fla"):
+    with without("fla"):
         model = transformers.AutoModelForCausalLM.from_config(config, **attention)
     model.set_experts_implementation("eager")
     with torch.no_grad():
@@ -115,7 +115,7 @@ def make_hybrid(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -
 
 
 @contextmanager
-def _without(package: str) -> Iterator[None]:
+def without(package: str) -> Iterator[None]:
     """As if it were not installed: transformers looks when a model is first made, and importing fla takes seconds."""
     found = sys.modules.get(package)
     sys.modules[package] = None  # type: ignore[assignment]
