@@ -13,8 +13,6 @@ from weft.ops.delta_rule.distributed import DeltaRule, Options
 from weft.ops.scan.arguments import StateArguments
 from weft.ops.sequence.layout import Sequence, read_on_axis
 
-CHUNK_SIZE = 64
-
 
 @eager
 def delta_rule(
@@ -59,8 +57,8 @@ def delta_rule(
 
     ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given
     in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
-    ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to 64. ``backend`` is "torch" or "auto", which is the
-    same: there are no fused kernels of it yet.
+    ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is "torch" or
+    "auto", which is the same: there are no fused kernels of it yet.
 
     >>> q = k = torch.nn.functional.normalize(torch.randn(1, 10, 2, 4), dim=-1)
     >>> o, state = delta_rule(q, k, torch.randn(1, 10, 2, 3), torch.rand(1, 10, 2), output_final_state=True)
@@ -82,7 +80,7 @@ def delta_rule(
             )
 
         find_gate_fault = functools.partial(_find_gate_fault, q, v, beta, g)
-        return given.read(Options, axis.rank, CHUNK_SIZE, ("torch", "triton"), find_gate_fault, find_backend_fault)
+        return given.read(Options, axis.rank, ("torch", "triton"), find_gate_fault, find_backend_fault)
 
     axis, options = read_on_axis("delta_rule", group, sequence, read_options)
     o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence)

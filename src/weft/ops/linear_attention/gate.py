@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.ops.scan.grid import Grid, Tile, level_blocks, level_sizes
+from weft.ops.scan.grid import Grid, Tile
+from weft.ops.scan.levels import level_blocks, level_sizes
 
 LOG2E = math.log2(math.e)
 # exp of this is exactly zero in every dtype, and unlike -inf it can be summed and subtracted.
