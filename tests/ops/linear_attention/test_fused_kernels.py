@@ -24,8 +24,8 @@ from torch import Tensor
 
 import weft
 from weft.bench.linear_attention import gpu
+from weft.ops.fused import tiling
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
-from weft.ops.linear_attention.fused import tiling
 from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward, _readable
 from weft.ops.scan import METHODS
 

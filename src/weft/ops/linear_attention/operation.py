@@ -17,8 +17,8 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.function import eager, tensors_are_real
+from weft.ops.fused.tiling import find_triton_fault
 from weft.ops.linear_attention.distributed import FORWARD, LinearAttention, Options
-from weft.ops.linear_attention.fused.tiling import find_triton_fault
 from weft.ops.scan import METHODS
 from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, read_on_axis, read_tokens
 

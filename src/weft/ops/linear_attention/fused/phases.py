@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.ops.linear_attention.fused.operators import operators
-from weft.ops.linear_attention.fused.tiling import Pieces, cut, gate_kind, tile
+from weft.ops.fused.operators import operators
+from weft.ops.fused.tiling import Pieces, cut, gate_kind, tile
 from weft.ops.linear_attention.gate import FLOOR
 from weft.ops.scan.grid import Grid
 
@@ -157,9 +157,9 @@ class FusedBackward:
             run, chunk = operators(), x.grid.chunk
             run.query_grads(
                 x.q, x.k, x.v, x.g, self._do, x.tables, s.states, s.logs, s.arriving, self._dq, self._row, x.scale,
-                chunk,
+                chunk, False,
             )  # fmt: skip
-            run.key_grads(x.q, x.k, x.v, x.g, self._do, x.tables[:2], self._dk, self._col, x.scale, chunk)
+            run.key_grads(x.q, x.k, x.v, x.g, self._do, x.tables[:2], self._dk, self._col, x.scale, chunk, False)
             run.output_intra(x.q, x.k, self._do, x.g, x.tables[:2], self._dv, x.scale, chunk, True)
 
     def _gate_parts(self) -> Tensor | None:

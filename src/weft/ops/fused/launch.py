@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from weft.ops.linear_attention.fused import backward, forward
-from weft.ops.linear_attention.fused.operators import operands
-from weft.ops.linear_attention.fused.tiling import PAIRS, gate_kind, precision, tile
+from weft.ops.fused import backward, forward
+from weft.ops.fused.operators import operands
+from weft.ops.fused.tiling import PAIRS, gate_kind, precision, tile
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def make_launch(name: str, given: Mapping[str, Any]) -> Launch:
     for key, value in given.items():
         if key == "tables":
             arguments += value
-        elif key not in ("chunk", "reverse"):
+        elif key not in ("chunk", "reverse", "strict"):
             arguments.append(x if value is None else value)
     inputs, sizes = _reads(kernel)
     arguments += [stride for key in inputs for stride in _strides(x if given[key] is None else given[key])]
@@ -80,8 +80,11 @@ def make_launch(name: str, given: Mapping[str, Any]) -> Launch:
         "K": keys, "V": values, "BC": tiling.chunk, "BK": tiling.keys, "BV": tiling.values, "GATE": gate,
         "DOT": precision(x.dtype),
     }  # fmt: skip
-    if "reverse" in given:
-        constants["REVERSE"] = given["reverse"]
+    for flag in ("reverse", "strict"):
+        if flag in given:
+            constants[flag.upper()] = given[flag]
+    if name in ("output_inter", "query_grads", "key_finish"):
+        constants["PIECES"] = given["grad_arriving" if name == "key_finish" else "arriving"] is not None
     chunks, by_keys, by_values = tables[0].shape[0], _blocks(keys, tiling.keys), _blocks(values, tiling.values)
     parts = by_keys if name in ("query_grads", "key_grads", "key_finish") else by_values
     if name in PAIRS:
@@ -90,7 +93,7 @@ def make_launch(name: str, given: Mapping[str, Any]) -> Launch:
         constants |= {"BR": tiling.rows, "LEVELS": min(chunk, tiling.rows).bit_length() - 1, "LOGS": logs}
         chunks *= tiling.chunk // tiling.rows
     elif name == "chunk_states":
-        constants["BR"] = tiling.rows
+        constants |= {"BR": tiling.rows, "KEEP": given["states"] is not None}
         chunks, parts = tables[2].shape[0], by_keys * by_values
     elif name == "key_finish":
         one_gate = gate in ("constant", "scalar")

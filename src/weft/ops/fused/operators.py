@@ -8,31 +8,31 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.ops.linear_attention.fused.tiling import Tiling, gate_kind, tile
+from weft.ops.fused.tiling import Tiling, gate_kind, tile
 
 _SCHEMAS = {
-    "chunk_states": "(Tensor x, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!) states, Tensor(b!)? since, "
+    "chunk_states": "(Tensor x, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!)? states, Tensor(b!)? since, "
     "Tensor(c!) sums, Tensor(d!)? sum_logs, float scale, int chunk, bool reverse) -> ()",
     "scan_pieces": "(Tensor sums, Tensor? sum_logs, Tensor? boundary, Tensor[] tables, Tensor(a!) arriving, "
     "Tensor(b!) final, Tensor(c!)? final_log, bool reverse) -> ()",
     "output_intra": "(Tensor q, Tensor k, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!) partial, float scale, "
     "int chunk, bool reverse) -> ()",
-    "output_inter": "(Tensor x, Tensor? g, Tensor[] tables, Tensor states, Tensor? since, Tensor arriving, "
+    "output_inter": "(Tensor x, Tensor? g, Tensor[] tables, Tensor states, Tensor? since, Tensor? arriving, "
     "Tensor partial, Tensor(a!) out, float scale, int chunk, bool reverse) -> ()",
     "query_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor states, "
-    "Tensor? since, Tensor arriving, Tensor(a!) dq, Tensor(b!)? row_gate, float scale, int chunk) -> ()",
+    "Tensor? since, Tensor? arriving, Tensor(a!) dq, Tensor(b!)? row_gate, float scale, int chunk, "
+    "bool strict) -> ()",
     "key_grads": "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor do, Tensor[] tables, Tensor(a!) dk, "
-    "Tensor(b!)? col_gate, float scale, int chunk) -> ()",
+    "Tensor(b!)? col_gate, float scale, int chunk, bool strict) -> ()",
     "key_finish": "(Tensor k, Tensor v, Tensor? g, Tensor[] tables, Tensor? states, Tensor? since, "
-    "Tensor? arriving, Tensor grad_states, Tensor? until, Tensor grad_arriving, Tensor dk_inner, Tensor? row_gate, "
-    "Tensor? col_gate, Tensor(a!) dk, Tensor(b!)? dg, int chunk) -> ()",
+    "Tensor? arriving, Tensor grad_states, Tensor? until, Tensor? grad_arriving, Tensor dk_inner, "
+    "Tensor? row_gate, Tensor? col_gate, Tensor(a!) dk, Tensor(b!)? dg, int chunk) -> ()",
 }
 
 
@@ -64,14 +64,14 @@ def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log
     }[kernel]
 
 
-@functools.cache
-def _names(kernel: str) -> list[str]:
-    return re.findall(r"(\w+)(?:,|\) ->)", _SCHEMAS[kernel])
-
-
 def by_name(kernel: str, args: Sequence[Any]) -> dict[str, Any]:
     """The arguments of an operator with their names."""
     return dict(zip(_names(kernel), args, strict=False))
+
+
+@functools.cache
+def _names(kernel: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.weft, kernel).default._schema.arguments]
 
 
 def operands(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -92,25 +92,32 @@ def _count(kernel: str, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     return round(batch * tokens * heads * products(kernel, gate_kind(g), tiling, x.shape[-1], values, logs))
 
 
-def _launch(kernel: str, *args: Any) -> None:
-    module = importlib.import_module("weft.ops.linear_attention.fused.launch")
-    module.make_launch(kernel, by_name(kernel, args)).run()
-
-
 @functools.cache
 def operators() -> Any:
-    """``torch.ops.weft`` with the kernels defined; on first use, since importing weft does no work."""
+    """``torch.ops.weft`` with these kernels defined; on first use, since importing weft does no work."""
+    return define(_SCHEMAS, "weft.ops.fused.launch", _count)
+
+
+def define(schemas: Mapping[str, str], module: str, count: Callable[..., int]) -> Any:
+    """Define operators with their FLOPs; `make_launch` of ``module``, which imports Triton, is what they launch."""
     from torch.utils.flop_counter import register_flop_formula  # imports triton where that is installed
 
     library = torch.library.Library("weft", "FRAGMENT")
-    for kernel, schema in _SCHEMAS.items():
+    for kernel, schema in schemas.items():
+        _modules[kernel] = module
         library.define(kernel + schema)
         for key in ("CPU", "CUDA"):
-            library.impl(kernel, functools.partial(_launch, kernel), key)
+            library.impl(kernel, lambda *args, kernel=kernel: launch_of(kernel, args).run(), key)
         library.impl(kernel, lambda *args: None, "Meta")
-        register_flop_formula(getattr(torch.ops.weft, kernel), get_raw=True)(functools.partial(_count, kernel))
+        register_flop_formula(getattr(torch.ops.weft, kernel), get_raw=True)(functools.partial(count, kernel))
     _kept.append(library)  # an operator lives as long as the library that defined it
     return torch.ops.weft
 
 
+def launch_of(kernel: str, args: Sequence[Any]) -> Any:
+    """The launch of an operator's kernel with these arguments."""
+    return importlib.import_module(_modules[kernel]).make_launch(kernel, by_name(kernel, args))
+
+
+_modules: dict[str, str] = {}
 _kept: list[torch.library.Library] = []
