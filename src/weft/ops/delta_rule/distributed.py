@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,46 +11,19 @@ from weft.comm import Axis
 from weft.comm.function import RankFunction
 from weft.ops.delta_rule.backward import ChunkBackward
 from weft.ops.delta_rule.chunk import ChunkForward, Inputs
-from weft.ops.scan import Form, choose
-from weft.ops.scan.state_scan import (
-    LocalRun,
-    SequencePlan,
-    StateScan,
-    begin_work,
-    collect_final_gradients,
-    initial_gradient,
-    join_runs,
-    segment_maps,
-    share_final_states,
-    states_by_run,
-)
-from weft.ops.sequence.layout import Bounds, Sequence
+from weft.ops.scan import Kind
+from weft.ops.scan.arguments import StateOptions
+from weft.ops.scan.passes import run_backward, run_forward
+from weft.ops.scan.state_scan import LocalRun, SequencePlan, join_runs
+from weft.ops.sequence.layout import Sequence
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the ranks must have in common: everything but their lengths."""
+class Options(StateOptions):
+    """A document's map is a dense matrix, whatever the gate."""
 
-    q: tuple[int, ...]
-    v: tuple[int, ...]
-    g: tuple[int, ...] | None
-    dtype: torch.dtype
-    device: str  # its type
-    scale: float
-    initial_state: tuple[int, ...] | None
-    output_final_state: bool
-    cu_seqlens: Bounds | None
-    layout: str
-    lengths: tuple[int, ...] | None  # of a sequence that was made before
-    method: str
-    chunk_size: int
-    gradients: tuple[bool, ...]
-
-    def form(self, device: torch.device) -> Form:
-        """The form of one document's map."""
-        batch, _, keys = self.q
-        shape = torch.Size((batch, self.v[1], keys, self.v[2]))
-        return Form("dense", shape, torch.promote_types(self.dtype, torch.float32), device)
+    @property
+    def kind(self) -> Kind:
+        return "dense"
 
 
 class DeltaRule(RankFunction):
@@ -75,85 +47,55 @@ class DeltaRule(RankFunction):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial: Tensor | None,
         options: Options, axis: Axis, sequence: Sequence | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        batch, form, inputs = q.shape[0], options.form(q.device), Inputs(q, k, v, beta, g)
-        method = choose(form, axis.size) if options.method == "auto" else options.method
-        call = axis.begin("delta_rule", options, metadata=None if sequence else (q.shape[1],))
-        start = None if initial is None else initial.detach().to(form.dtype)
+        batch, inputs = q.shape[0], Inputs(q, k, v, beta, g)
+        start = None if initial is None else initial.detach().to(torch.promote_types(q.dtype, torch.float32))
 
         def work_on(plan: SequencePlan) -> list[ChunkForward]:
             return [
                 ChunkForward(
                     inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size,
-                    None if _enters(run) else _rows_of(start, run, batch), _enters(run),
+                    _rows_of(start, run, batch), _enters(run),
                 )
-                for run in plan.apart().runs
+                for run in plan.runs
             ]  # fmt: skip
 
-        plan, scan, kernels = begin_work(
-            "delta_rule", call, axis, options.layout, options.cu_seqlens, q.shape[1], sequence, form, method, work_on
-        )
-        plan = plan.apart()
-        found = [_sent(kernel.maps, run, form) for kernel, run in zip(kernels, plan.runs, strict=True)]
-        maps = segment_maps(plan, found, batch, dense=True)
-        travelling = scan.start(maps, None)
-        for kernel in kernels:
-            kernel.intra()
-        entering = travelling.wait()
-        arriving = None
-        if options.output_final_state:
-            ended = {
-                one.segment.document: one.own.state if one.segment.is_first else one.own.apply(state)
-                for one, state in zip(maps, entering, strict=True)
-                if one.segment.is_last
-            }
-            arriving = share_final_states(call, plan, ended, batch, like=found[0][1])
-        arrived = states_by_run(plan, entering, found)
-        outs = [kernel.finish(state) for kernel, state in zip(kernels, arrived, strict=True)]
+        done = run_forward("delta_rule", options, axis, sequence, q.shape[1], q.device, work_on, None)
+        kernels, plan = done.kernels, done.plan
+        outs = [kernel.finish(state) for kernel, state in zip(kernels, done.entering, strict=True)]
         states = [
             state if _enters(run) else _rows_of(start, run, batch)
-            for state, run in zip(arrived, plan.runs, strict=True)
+            for state, run in zip(done.entering, plan.runs, strict=True)
         ]
         transitions, lefts = [kernel.maps[0] for kernel in kernels], [kernel.left for kernel in kernels]
         ctx.save_for_backward(q, k, v, beta, g, initial, *states, *transitions, *lefts)
         ctx.axis = axis
-        ctx.how = options, plan, method, call.number
+        ctx.how = options, (plan, done.method, done.number)
         ctx.set_materialize_grads(False)
-        return join_runs(outs), None if arriving is None else arriving.wait()
+        return join_runs(outs), None if done.final is None else done.final.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, beta, g, initial, *kept = ctx.saved_tensors
-        options, plan, method, number = ctx.how
-        batch, form, inputs = q.shape[0], options.form(q.device), Inputs(q, k, v, beta, g)
-        call = ctx.axis.begin("delta_rule.backward", options, of=number)
-        seeds = None
-        if options.output_final_state:
-            shape = (batch * len(plan.ends), *form.shape[1:])
-            grad_final = form.new_empty(*shape).zero_() if grad_final is None else grad_final.to(form.dtype)
-            seeds = collect_final_gradients(call, plan, grad_final, batch)
-        scan = StateScan(call, plan, form, method, reverse=True)
-        grad_o = torch.zeros_like(v) if grad_o is None else grad_o
-        count = len(plan.runs)
-        kernels = [
-            ChunkBackward(
-                inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state, grad_o[:, run.tokens],
-                left, transition,
-            )
-            for run, state, transition, left in zip(
-                plan.runs, kept[:count], kept[count : 2 * count], kept[2 * count :], strict=True
-            )
-        ]  # fmt: skip
-        found = [_sent(kernel.maps, run, form) for kernel, run in zip(kernels, plan.runs, strict=True)]
-        maps = segment_maps(plan, found, batch, dense=True)
-        travelling = scan.start(maps, None if seeds is None else seeds.wait())
-        for kernel in kernels:
-            kernel.intra()
-        leaving = states_by_run(plan, travelling.wait(), found)
-        grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
+        options, how = ctx.how
+        inputs, runs = Inputs(q, k, v, beta, g), how[0].runs
+        do = torch.zeros_like(v) if grad_o is None else grad_o
+        count = len(runs)
+
+        def work() -> list[ChunkBackward]:
+            return [
+                ChunkBackward(
+                    inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state,
+                    do[:, run.tokens], left, transition,
+                )
+                for run, state, transition, left in zip(
+                    runs, kept[:count], kept[count : 2 * count], kept[2 * count :], strict=True
+                )
+            ]  # fmt: skip
+
+        wanted = initial if ctx.needs_input_grad[5] else None
+        grads, start = run_backward("delta_rule", options, ctx.axis, how, q.device, work, grad_final, wanted)
         dq, dk, dv, dbeta = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:4])
         gates = [grad[4] for grad in grads if grad[4] is not None]
-        wanted = initial if ctx.needs_input_grad[5] else None
-        start = initial_gradient(wanted, maps, [grad[5] for grad in grads])
         return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start, None, None, None
 
 
@@ -163,15 +105,7 @@ def _enters(run: LocalRun) -> bool:
 
 
 def _rows_of(states: Tensor | None, run: LocalRun, batch: int) -> Tensor | None:
-    """Of all documents' states, those of the documents of a run that begin there."""
-    if states is None or not run.segments:
+    """Of all documents' states, those of the documents of a run, if they begin there."""
+    if states is None or not run.segments or _enters(run):
         return None
     return torch.cat([states[one.document * batch : (one.document + 1) * batch] for one in run.segments])
-
-
-def _sent(maps: tuple[Tensor | None, Tensor], run: LocalRun, form: Form) -> tuple[Tensor | None, Tensor]:
-    """The maps of a run's segments. What begins here leaves as it does whatever the map before it is: M is zero."""
-    transition, state = maps
-    if transition is None and any(one.path.size > 1 for one in run.segments):
-        transition = form.new_empty(*state.shape[:-1], state.shape[-2]).zero_()
-    return transition, state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,51 +11,24 @@ from weft.comm import Axis
 from weft.comm.function import RankFunction
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward
-from weft.ops.scan import Form, choose
-from weft.ops.scan.state_scan import (
-    SequencePlan,
-    StateScan,
-    begin_work,
-    collect_final_gradients,
-    initial_gradient,
-    join_runs,
-    segment_maps,
-    share_final_states,
-    states_by_run,
-)
-from weft.ops.sequence.layout import Bounds, Sequence
+from weft.ops.scan import Kind
+from weft.ops.scan.arguments import StateOptions
+from weft.ops.scan.passes import run_backward, run_forward
+from weft.ops.scan.state_scan import SequencePlan, join_runs
+from weft.ops.sequence.layout import Sequence
 
 # The local kernels: plain torch operations anywhere, Triton's on CUDA.
 FORWARD: dict[str, type[ChunkForward] | type[FusedForward]] = {"torch": ChunkForward, "triton": FusedForward}
 BACKWARD: dict[str, type[ChunkBackward] | type[FusedBackward]] = {"torch": ChunkBackward, "triton": FusedBackward}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the ranks must have in common: everything but their lengths."""
+class Options(StateOptions):
+    """A document's map decays as its gate does."""
 
-    q: tuple[int, ...]
-    v: tuple[int, ...]
-    g: tuple[int, ...] | None
-    dtype: torch.dtype
-    device: str  # its type
-    scale: float
-    initial_state: tuple[int, ...] | None
-    output_final_state: bool
-    cu_seqlens: Bounds | None
-    layout: str
-    lengths: tuple[int, ...] | None  # of a sequence that was made before
-    method: str
-    chunk_size: int
-    gradients: tuple[bool, ...]
-
-    def form(self, device: torch.device) -> Form:
-        """The form of one document's map."""
-        batch, _, keys = self.q
-        shape = torch.Size((batch, self.v[1], keys, self.v[2]))
+    @property
+    def kind(self) -> Kind:
         # A gate without the dimension of the keys is one number for each state, also where it is constant.
-        kind = "none" if self.g is None else "vector" if len(self.g) == 3 else "scalar"
-        return Form(kind, shape, torch.promote_types(self.dtype, torch.float32), device)  # type: ignore[arg-type]
+        return "none" if self.g is None else "vector" if len(self.g) == 3 else "scalar"
 
 
 class LinearAttention(RankFunction):
@@ -80,10 +52,6 @@ class LinearAttention(RankFunction):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None, options: Options,
         axis: Axis, sequence: Sequence | None, backend: str,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        batch, form = q.shape[0], options.form(q.device)
-        method = choose(form, axis.size) if options.method == "auto" else options.method
-        call = axis.begin("linear_attention", options, metadata=None if sequence else (q.shape[1],))
-
         def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward]:
             return [
                 FORWARD[backend](q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size)
@@ -91,73 +59,36 @@ class LinearAttention(RankFunction):
                 for t in [run.tokens]
             ]
 
-        plan, scan, kernels = begin_work(
-            "linear_attention",
-            call,
-            axis,
-            options.layout,
-            options.cu_seqlens,
-            q.shape[1],
-            sequence,
-            form,
-            method,
-            work_on,
-        )
-        found = [kernel.maps for kernel in kernels]
-        maps = segment_maps(plan, found, batch)
-        travelling = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
-        for kernel in kernels:
-            kernel.intra()
-        entering = travelling.wait()
-        arriving = None
-        if options.output_final_state:
-            ended = {
-                one.segment.document: one.own.apply(state)
-                for one, state in zip(maps, entering, strict=True)
-                if one.segment.is_last
-            }
-            arriving = share_final_states(call, plan, ended, batch, like=found[0][1])
-        states = states_by_run(plan, entering, found)
-        outs = [kernel.finish(state)[0] for kernel, state in zip(kernels, states, strict=True)]
-        ctx.save_for_backward(q, k, v, g, initial, *states)
+        done = run_forward("linear_attention", options, axis, sequence, q.shape[1], q.device, work_on, initial)
+        outs = [kernel.finish(state)[0] for kernel, state in zip(done.kernels, done.entering, strict=True)]
+        ctx.save_for_backward(q, k, v, g, initial, *done.entering)
         ctx.axis = axis
-        ctx.how = options, plan, method, backend, call.number
+        ctx.how = options, backend, (done.plan, done.method, done.number)
         ctx.set_materialize_grads(False)
-        return join_runs(outs), None if arriving is None else arriving.wait()
+        return join_runs(outs), None if done.final is None else done.final.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, g, initial, *states = ctx.saved_tensors
-        options, plan, method, backend, number = ctx.how
-        batch, form = q.shape[0], options.form(q.device)
-        call = ctx.axis.begin("linear_attention.backward", options, of=number)
-        seeds = None
-        if options.output_final_state:
-            shape = (batch * len(plan.ends), *form.shape[1:])
-            grad_final = form.new_empty(*shape).zero_() if grad_final is None else grad_final.to(form.dtype)
-            seeds = collect_final_gradients(call, plan, grad_final, batch)
-        scan = StateScan(call, plan, form, method, reverse=True)
-        grad_o = torch.zeros_like(v) if grad_o is None else grad_o
-        kernels = [
-            BACKWARD[backend](
-                q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size, state,
-                grad_o[:, t],
-            )
-            for run, state in zip(plan.runs, states, strict=True)
-            for t in [run.tokens]
-        ]  # fmt: skip
-        found = [kernel.maps for kernel in kernels]
-        maps = segment_maps(plan, found, batch)
-        travelling = scan.start(maps, None if seeds is None else seeds.wait())
-        for kernel in kernels:
-            kernel.intra()
-        leaving = states_by_run(plan, travelling.wait(), found)
-        grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
+        options, backend, how = ctx.how
+        do = torch.zeros_like(v) if grad_o is None else grad_o
+
+        def work() -> list[ChunkBackward | FusedBackward]:
+            return [
+                BACKWARD[backend](
+                    q[:, t], k[:, t], v[:, t], _cut(g, t), options.scale, run.lengths, options.chunk_size, state,
+                    do[:, t],
+                )
+                for run, state in zip(how[0].runs, states, strict=True)
+                for t in [run.tokens]
+            ]  # fmt: skip
+
+        wanted = initial if ctx.needs_input_grad[4] else None
+        grads, start = run_backward("linear_attention", options, ctx.axis, how, q.device, work, grad_final, wanted)
         dq, dk, dv = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:3])
         gates = [grad[3] for grad in grads if grad[3] is not None]
         dg = None if not gates else sum(gates[1:], start=gates[0]) if gates[0].ndim == 1 else join_runs(gates)
-        wanted = initial if ctx.needs_input_grad[4] else None
-        return dq, dk, dv, dg, initial_gradient(wanted, maps, [grad[4] for grad in grads]), None, None, None, None
+        return dq, dk, dv, dg, start, None, None, None, None
 
 
 def _cut(g: Tensor | None, tokens: slice) -> Tensor | None:

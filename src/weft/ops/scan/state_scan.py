@@ -5,11 +5,10 @@ All documents that span runs advance together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +17,8 @@ from weft.comm import Axis, Call, Path, Pending
 from weft.comm.schedule import ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import schedule
-from weft.ops.sequence.layout import Bounds, Sequence, lay_out, predict, ranks_of_runs, resolve, run_lengths
+from weft.ops.sequence.layout import Sequence, lay_out, ranks_of_runs, run_lengths
 
-T = TypeVar("T")
 RunMaps = Items[tuple[Tensor | None, Tensor]]  # the ``maps`` of the kernel of each run
 
 
@@ -194,33 +192,6 @@ class StateScan:
             return entering
 
         return Pending(finish)
-
-
-def begin_work(
-    operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None, length: int, given: Sequence | None,
-    form: Form, method: str, work: Callable[[SequencePlan], T],
-) -> tuple[SequencePlan, StateScan, T]:  # fmt: skip
-    """The plan of a call, its scan with receives posted, and what ``work(plan)`` gives.
-
-    The work needs no other rank's length unless documents are packed: then it begins on a prediction while lengths are
-    gathered, and again if that was wrong. With a sequence that was ``given`` nothing is gathered.
-    """
-    if bounds is None or given is not None:
-        plan = plan_dense(axis, layout, length) if given is None else plan_sequence(given)
-        scan = StateScan(call, plan, form, method)
-        done = work(plan)
-        if given is None:
-            call.metadata.wait()
-        return plan, scan, done
-    predicted = predict(axis, length, layout, bounds)
-    if predicted is not None:
-        plan = plan_sequence(predicted)
-        done = work(plan)
-    sequence = resolve(operation, call, axis, layout, bounds)
-    if predicted is None or predicted.lengths != sequence.lengths:
-        plan = plan_sequence(sequence)
-        done = work(plan)
-    return plan, StateScan(call, plan, form, method), done
 
 
 def states_by_run(plan: SequencePlan, states: Items[Tensor | None], found: RunMaps) -> list[Tensor | None]:
