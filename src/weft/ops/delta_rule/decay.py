@@ -11,10 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.ops.scan.grid import level_blocks, level_sizes
-
-# exp of this is exactly zero in every dtype, and unlike -inf it can be summed.
-FLOOR = -1000.0
+from weft.ops.scan.grid import LOG_FLOOR, level_blocks, level_sizes
 
 
 def decay_of(g: Tensor | None, chunk: int, like: Tensor) -> Decay:
@@ -71,7 +68,7 @@ class LoggedDecay(Decay):
     """With logs g [n, C, 1 or K]."""
 
     def __init__(self, g: Tensor) -> None:
-        self._log = g.clamp(min=FLOOR)
+        self._log = g.clamp(min=LOG_FLOOR)
         self._from_start = self._log.cumsum(1).exp()
         self._to_end = _sums_after(self._log).exp()
         self.whole = self._from_start[:, -1].unsqueeze(-1)

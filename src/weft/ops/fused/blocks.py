@@ -50,14 +50,14 @@ def load_state(
     mask = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
     mine = tl.load(local + state * (K * V) + offsets, mask=mask, other=0.0)
-    if not PIECES:
-        return mine
-    came = tl.load(entering + piece * (K * V) + offsets, mask=mask, other=0.0)
-    if GATE == "vector":
-        came = came * tl.exp(tl.load(log + state * K + key, mask=key < K, other=0.0))[:, None]
-    elif GATE != "none":
-        came = came * tl.exp(tl.load(log + state))
-    return mine + came
+    if PIECES:
+        came = tl.load(entering + piece * (K * V) + offsets, mask=mask, other=0.0)
+        if GATE == "vector":
+            came = came * tl.exp(tl.load(log + state * K + key, mask=key < K, other=0.0))[:, None]
+        elif GATE != "none":
+            came = came * tl.exp(tl.load(log + state))
+        mine += came
+    return mine
 
 
 @triton.jit

@@ -36,30 +36,34 @@ _SCHEMAS = {
 }
 
 
-def products(kernel: str, gate: str, tiling: Tiling, keys: int, values: int, log_products: int) -> float:
+def pair_products(gate: str, tiling: Tiling, keys: int, g: Tensor | None) -> float:
+    """FLOPs of one token's pairs, each with all of K: a block of tokens meets itself and the blocks before it.
+
+    With a vector gate a block meets itself in a product for each halving, and one or, with logs in fp32, two products
+    for the sums of logs.
+    """
+    row = 2 * tiling.rows * keys  # one token and a block of tokens
+    logs = 2 if g is not None and g.dtype == torch.float32 else 1
+    inner = (tiling.rows.bit_length() - 1) * (1 + logs) * row if gate == "vector" else row
+    return inner + (tiling.chunk // tiling.rows - 1) / 2 * row
+
+
+def products(kernel: str, g: Tensor | None, tiling: Tiling, keys: int, values: int) -> float:
     """FLOPs of the matrix products of a kernel for one token and value head.
 
-    ``log_products`` is what a sum of logs takes: one product, or two where g is fp32. A kernel on blocks of tokens
-    works on the pairs (i, j <= i) of the blocks of a chunk; what its grid repeats for blocks of K or V is counted.
+    A kernel on blocks of tokens works on the pairs (i, j <= i) of the blocks of a chunk; what its grid repeats for
+    blocks of K or V is counted.
     """
-    state = 2 * keys * values
-    blocks, levels = tiling.chunk // tiling.rows, tiling.rows.bit_length() - 1
+    gate, state = gate_kind(g), 2 * keys * values
     parts_k, parts_v = -(-keys // tiling.keys), -(-values // tiling.values)
-    pairs = (blocks + 1) / 2  # for each block of tokens
-    row_k, row_v = 2 * tiling.rows * keys, 2 * tiling.rows * values  # one token, a block of tokens, all of K or V
-    if gate == "vector":
-        inner = levels * (1 + log_products) * row_k  # on the diagonal: a product, and the sums of logs for it
-        scores = inner + (pairs - 1) * row_k
-    else:
-        inner = row_k
-        scores = pairs * row_k
-    with_keys = inner + (pairs - 1) * row_k
+    row_v = (tiling.chunk // tiling.rows + 1) / 2 * 2 * tiling.rows * values  # one token's pairs, all of V
+    scores = pair_products(gate, tiling, keys, g)
     return {
         "chunk_states": state,
-        "output_intra": parts_v * scores + pairs * row_v,
+        "output_intra": parts_v * scores + row_v,
         "output_inter": state,
-        "query_grads": parts_k * pairs * row_v + with_keys + state,
-        "key_grads": parts_k * pairs * row_v + with_keys,
+        "query_grads": parts_k * row_v + scores + state,
+        "key_grads": parts_k * row_v + scores,
         "key_finish": state + (2 * tiling.chunk * keys if gate == "vector" else 0),
     }[kernel]
 
@@ -87,9 +91,8 @@ def _count(kernel: str, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     given = by_name(kernel, args) | kwargs
     (x, y), g = operands(given), given["g"]
     batch, tokens, heads, values = y.shape
-    tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype)
-    logs = 2 if g is not None and g.dtype == torch.float32 else 1
-    return round(batch * tokens * heads * products(kernel, gate_kind(g), tiling, x.shape[-1], values, logs))
+    tiling = tile(kernel, given["chunk"], x.shape[-1], values, gate_kind(g), x.dtype, y.dtype)
+    return round(batch * tokens * heads * products(kernel, g, tiling, x.shape[-1], values))
 
 
 @functools.cache
