@@ -19,8 +19,9 @@ from weft.bench.step.cases import methods_on
 from weft.bench.step.runs import Run, Sizes
 from weft.cli import main
 from weft.comm import Axis
-from weft.ops.linear_attention.fused.ahead import Shape, compile_for, launches
-from weft.ops.linear_attention.fused.tiling import KERNELS
+from weft.ops.fused.ahead import Shape, compile_for
+from weft.ops.fused.tiling import KERNELS
+from weft.ops.linear_attention.fused.ahead import launches
 from weft.ops.scan import METHODS
 from weft.world.launch import launch
 

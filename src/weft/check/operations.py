@@ -15,7 +15,7 @@ from weft.check.case import Case, Work, call_name, draw, dtype_name, leaves, wit
 from weft.comm import Axis
 from weft.comm.device import runs_behind
 from weft.ops.attention.distributed import METHODS as ATTENTION_METHODS
-from weft.ops.linear_attention.operation import choose_backend
+from weft.ops.fused.tiling import choose_backend
 from weft.ops.scan import METHODS as SCANS
 
 TOKENS, DIM = 96, 32  # of a rank; of a head
@@ -41,7 +41,7 @@ def _scan(method: str, decay: str, axis: Axis, device: torch.device) -> Work:
 def linear_attention_cases(device: torch.device) -> Iterator[Case]:
     """Every gate, on the kernels that ``device`` has; packed documents in zigzag."""
     q, _, v, g = (x.to(device) for x in _gated(1, "vector", torch.float32))
-    backends = ("torch", "triton") if choose_backend("auto", q, v, g, 64) == "triton" else ("torch",)
+    backends = ("torch", "triton") if choose_backend("auto", q, v, {"g": g}, 64) == "triton" else ("torch",)
     for gate, backend, dtype in product(GATES, backends, (torch.float32, torch.bfloat16)):
         name = call_name("linear_attention", gate, backend, dtype_name(dtype))
         yield Case("linear-attention", name, partial(_linear_attention, gate, backend, dtype), dtype, local=True)

@@ -214,6 +214,17 @@ def test_a_rank_that_differs_raises_everywhere(changes, words) -> None:
     assert len(caught) == 3 and len(set(caught)) == 1 and words in caught[0], caught
 
 
-def test_triton_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match=r"no Triton kernels of it yet \(rank 0\); backend='torch' takes it"):
-        weft.delta_rule(Q, Q, V, BETA, backend="triton")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, r"needs CUDA tensors \(or TRITON_INTERPRET=1, set before the start\), got cpu \(rank 0\)"),
+        ({"device": "meta", "dtype": torch.float64}, r"takes bfloat16, float16 or float32, got q, k, v in float64"),
+        ({"device": "meta", "chunk_size": 128}, r"takes chunk_size up to 64, got 128"),
+        ({"device": "meta", "beta": torch.float64}, r"takes bfloat16, float16 or float32, got beta in float64"),
+    ],
+)
+def test_what_triton_does_not_take_is_said(changes, words) -> None:
+    q, v, beta = (x.to(changes.get("device", "cpu"), changes.get("dtype", torch.float32)) for x in (Q, V, BETA))
+    beta = beta.to(changes.get("beta", beta.dtype))
+    with pytest.raises(ValueError, match=rf"delta_rule: backend 'triton' {words}.*; backend='torch' takes it"):
+        weft.delta_rule(q, q, v, beta, backend="triton", chunk_size=changes.get("chunk_size"))

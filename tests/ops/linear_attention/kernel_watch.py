@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from weft.ops.linear_attention.fused.launch import Launch
+from weft.ops.fused.launch import Launch
 
 
 @contextmanager

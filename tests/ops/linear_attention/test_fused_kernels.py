@@ -24,9 +24,10 @@ from torch import Tensor
 
 import weft
 from weft.bench.linear_attention import gpu
+from weft.ops.fused import tiling
+from weft.ops.fused.tokens import readable
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
-from weft.ops.linear_attention.fused import tiling
-from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward, _readable
+from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward
 from weft.ops.scan import METHODS
 
 FUSED = FusedForward, FusedBackward
@@ -151,8 +152,8 @@ def test_strided_inputs(interpreter: Interpreter, kind: str) -> None:
 def test_only_a_last_dimension_that_is_not_dense_is_copied() -> None:
     x = torch.randn(2, 3, 4, 5)
     heads_first = x.transpose(1, 2)
-    assert _readable(heads_first).data_ptr() == x.data_ptr() and _readable(heads_first).stride() == heads_first.stride()
-    assert _readable(x.mT).is_contiguous() and torch.equal(_readable(x.mT), x.mT)
+    assert readable(heads_first).data_ptr() == x.data_ptr() and readable(heads_first).stride() == heads_first.stride()
+    assert readable(x.mT).is_contiguous() and torch.equal(readable(x.mT), x.mT)
 
 
 @pytest.mark.slow

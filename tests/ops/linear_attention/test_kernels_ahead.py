@@ -14,10 +14,11 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from weft.bench.linear_attention.kernels import DECAYS, GPUS
-from weft.ops.linear_attention.fused.ahead import Shape, _specialise, compile_for, launches, phases
-from weft.ops.linear_attention.fused.launch import Launch
-from weft.ops.linear_attention.fused.operators import _SCHEMAS
-from weft.ops.linear_attention.fused.tiling import KERNELS
+from weft.ops.fused.ahead import Shape, _specialise, compile_for
+from weft.ops.fused.launch import Launch
+from weft.ops.fused.operators import _SCHEMAS
+from weft.ops.fused.tiling import KERNELS
+from weft.ops.linear_attention.fused.ahead import launches, phases
 
 
 def check(made: Launch, capability: int) -> None:

@@ -14,7 +14,7 @@ from weft.bench.report import Column, Layout, Report
 from weft.world.machine import PRESETS
 
 if TYPE_CHECKING:
-    from weft.ops.linear_attention.fused.ahead import Compiled, Counted, Shape
+    from weft.ops.fused.ahead import Compiled, Counted, Shape
 
 COLUMNS = (
     Column("decay", "decay"),
@@ -83,7 +83,7 @@ def shapes(
     decays: Sequence[str], dims: Sequence[int], chunks: Sequence[int], dtypes: Sequence[str], tokens: int, heads: int
 ) -> list[Shape]:
     """The classes of inputs; gates are fp32, as models keep them."""
-    from weft.ops.linear_attention.fused.ahead import Shape
+    from weft.ops.fused.ahead import Shape
 
     for word, given, known in (("decay", decays, DECAYS), ("dtype", dtypes, tuple(DTYPES))):
         for name in given:
@@ -97,7 +97,8 @@ def shapes(
 
 def run(report: Report, todo: Sequence[Shape], capabilities: Sequence[int]) -> list[str]:
     """Compile everything and fill the tables; returns what is wrong, a sentence for each kernel."""
-    from weft.ops.linear_attention.fused.ahead import compile_for, launches
+    from weft.ops.fused.ahead import compile_for
+    from weft.ops.linear_attention.fused.ahead import launches
 
     for capability in capabilities:
         if capability not in GPUS:

@@ -11,12 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from weft.ops.scan.grid import Grid
+from weft.ops.scan.grid import LOG_FLOOR, Grid
 from weft.ops.scan.levels import halves, level_blocks, level_sizes, times, times_transposed
 
 LOG2E = math.log2(math.e)
-# exp of this is exactly zero in every dtype, and unlike -inf it can be summed and subtracted.
-FLOOR = -1000.0
 
 
 def decay_of(grid: Grid, g: Tensor | None) -> Decay:
@@ -80,7 +78,7 @@ class ScalarDecay(Decay):
     def __init__(self, grid: Grid, g: Tensor) -> None:
         self._grid = grid
         # Of the sums only differences count: after a strong gate these are small, the sums are not, hence fp64.
-        log = g.to(torch.float64).clamp_(min=FLOOR).mul_(LOG2E).cumsum(1)
+        log = g.to(torch.float64).clamp_(min=LOG_FLOOR).mul_(LOG2E).cumsum(1)
         self._from_start = log.exp2().to(g.dtype)
         self._to_end = (log[:, -1:] - log).exp2_().to(g.dtype)
         self.whole = self._from_start[:, -1:]
@@ -132,7 +130,7 @@ class VectorDecay(Decay):
 
     def __init__(self, grid: Grid, g: Tensor) -> None:
         self._grid = grid
-        since = g.clamp_(min=FLOOR).mul_(LOG2E).exp2_()
+        since = g.clamp_(min=LOG_FLOOR).mul_(LOG2E).exp2_()
         until = grid.buffer("until", *g.shape).fill_(1.0)
         self._levels: list[tuple[int, Tensor, Tensor]] = []
         for size in level_sizes(grid.chunk):

@@ -11,11 +11,16 @@ from weft.comm import Axis
 from weft.comm.function import RankFunction
 from weft.ops.delta_rule.backward import ChunkBackward
 from weft.ops.delta_rule.chunk import ChunkForward, Inputs
+from weft.ops.delta_rule.fused.phases import FusedBackward, FusedForward
 from weft.ops.scan import Kind
 from weft.ops.scan.arguments import StateOptions
 from weft.ops.scan.passes import run_backward, run_forward
 from weft.ops.scan.state_scan import LocalRun, SequencePlan, join_runs
 from weft.ops.sequence.layout import Sequence
+
+# The local kernels: plain torch operations anywhere, Triton's on CUDA.
+FORWARD: dict[str, type[ChunkForward] | type[FusedForward]] = {"torch": ChunkForward, "triton": FusedForward}
+BACKWARD: dict[str, type[ChunkBackward] | type[FusedBackward]] = {"torch": ChunkBackward, "triton": FusedBackward}
 
 
 class Options(StateOptions):
@@ -52,14 +57,14 @@ class DeltaRule(RankFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial: Tensor | None,
-        options: Options, axis: Axis, sequence: Sequence | None,
+        options: Options, axis: Axis, sequence: Sequence | None, backend: str,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         batch, inputs = q.shape[0], Inputs(q, k, v, beta, g)
         start = None if initial is None else initial.detach().to(torch.promote_types(q.dtype, torch.float32))
 
-        def work_on(plan: SequencePlan) -> list[ChunkForward]:
+        def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward]:
             return [
-                ChunkForward(
+                FORWARD[backend](
                     inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size,
                     _rows_of(start, run, batch), _enters(run), any(one.path.size > 1 for one in run.segments),
                 )
@@ -76,21 +81,21 @@ class DeltaRule(RankFunction):
         transitions, lefts = [kernel.maps[0] for kernel in kernels], [kernel.left for kernel in kernels]
         ctx.save_for_backward(q, k, v, beta, g, initial, *states, *transitions, *lefts)
         ctx.axis = axis
-        ctx.how = options, (plan, done.method, done.number)
+        ctx.how = options, (plan, done.method, done.number), backend
         ctx.set_materialize_grads(False)
         return join_runs(outs), None if done.final is None else done.final.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, beta, g, initial, *kept = ctx.saved_tensors
-        options, how = ctx.how
+        options, how, backend = ctx.how
         inputs, runs = Inputs(q, k, v, beta, g), how[0].runs
         do = torch.zeros_like(v) if grad_o is None else grad_o
         count = len(runs)
 
-        def work() -> list[ChunkBackward]:
+        def work() -> list[ChunkBackward | FusedBackward]:
             return [
-                ChunkBackward(
+                BACKWARD[backend](
                     inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state,
                     do[:, run.tokens], left, transition,
                 )
@@ -103,7 +108,7 @@ class DeltaRule(RankFunction):
         grads, start = run_backward(options, ctx.axis, how, q.device, work, grad_final, wanted)
         dq, dk, dv, dbeta = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:4])
         gates = [grad[4] for grad in grads if grad[4] is not None]
-        return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start, None, None, None
+        return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start, None, None, None, None
 
 
 def _enters(run: LocalRun) -> bool:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.function import eager
-from weft.ops.delta_rule.distributed import DeltaRule, Options
+from weft.ops.delta_rule.distributed import FORWARD, DeltaRule, Options
+from weft.ops.delta_rule.fused.tiling import MAX_CHUNK
+from weft.ops.fused.tiling import choose_backend, find_triton_fault
 from weft.ops.scan.arguments import StateArguments
 from weft.ops.sequence.layout import Sequence, read_on_axis
 
@@ -57,8 +59,8 @@ def delta_rule(
 
     ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given
     in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
-    ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is "torch" or
-    "auto", which is the same: there are no fused kernels of it yet.
+    ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is the local kernels:
+    "torch", "triton" (fused; CUDA, K and V up to 256, chunks to 64, no fp64), or "auto": Triton on CUDA where it can.
 
     >>> q = k = torch.nn.functional.normalize(torch.randn(1, 10, 2, 4), dim=-1)
     >>> o, state = delta_rule(q, k, torch.randn(1, 10, 2, 3), torch.rand(1, 10, 2), output_final_state=True)
@@ -71,19 +73,21 @@ def delta_rule(
         method, chunk_size, backend, sequence, group,
     )  # fmt: skip
 
+    others = {"beta": beta, "g": g}
+
     def read_options(axis: Axis) -> Options | Exception:
         def find_backend_fault(place: str) -> Exception | None:
-            if backend != "triton":
+            size = chunk_size or Options.chunk_size_on(q.device.type)
+            if backend != "triton" or (reason := find_triton_fault(q, v, others, size, MAX_CHUNK)) is None:
                 return None
-            return NotImplementedError(
-                f"delta_rule: there are no Triton kernels of it yet {place}; backend='torch' takes it"
-            )
+            return ValueError(f"delta_rule: backend 'triton' {reason} {place}; backend='torch' takes it")
 
         find_gate_fault = functools.partial(_find_gate_fault, q, v, beta, g)
-        return given.read(Options, axis.rank, ("torch", "triton"), find_gate_fault, find_backend_fault)
+        return given.read(Options, axis.rank, tuple(FORWARD), find_gate_fault, find_backend_fault)
 
     axis, options = read_on_axis("delta_rule", group, sequence, read_options)
-    o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence)
+    kernels = choose_backend(backend, q, v, others, options.chunk_size, MAX_CHUNK)
+    o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence, kernels)
     return o, final
 
 

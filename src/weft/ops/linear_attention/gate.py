@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.ops.scan.grid import Grid, Tile
+from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile
 from weft.ops.scan.levels import level_blocks, level_sizes
 
 LOG2E = math.log2(math.e)
-# exp of this is exactly zero in every dtype, and unlike -inf it can be summed and subtracted.
-FLOOR = -1000.0
 # Blocks of the decay matrix up to this many tokens are exponentials of differences, larger ones outer products.
 DIRECT = 16
 
@@ -145,7 +143,7 @@ class ScalarGate(Gate):
     @staticmethod
     def _head_log(grid: Grid, g: Tensor) -> Tensor:
         """g [..., H or HV] in log2, fp64, bounded below, one entry per value head."""
-        log = g.to(torch.float64).clamp(min=FLOOR) * LOG2E
+        log = g.to(torch.float64).clamp(min=LOG_FLOOR) * LOG2E
         return log.repeat_interleave(grid.value_heads // g.shape[-1], -1)
 
     def _cumulate(self, grid: Grid, g: Tensor) -> Tensor:
@@ -250,4 +248,4 @@ class ScalarGate(Gate):
         per_token = per_token.unflatten(2, (g.shape[-1], grid.value_heads // g.shape[-1])).sum((-1, -2))
         dg = per_token.sum((0, 1)) if g.dim() == 1 else per_token
         # Below the floor the decay is zero whatever g is; this also gives -inf its exact gradient.
-        return dg.masked_fill(g < FLOOR, 0.0).to(g.dtype)
+        return dg.masked_fill(g < LOG_FLOOR, 0.0).to(g.dtype)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.ops.linear_attention.gate import FLOOR, LOG2E, Gate, Gradients
-from weft.ops.scan.grid import Grid, Tile
+from weft.ops.linear_attention.gate import LOG2E, Gate, Gradients
+from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile
 from weft.ops.scan.levels import halves, level_blocks, level_sizes, times, times_transposed
 
 
@@ -35,7 +35,7 @@ class VectorGate(Gate):
 
     def _log(self, tile: Tile) -> Tensor:
         """g of a tile in log2, bounded below, [n, C, K]."""
-        return self.grid.take("g", self._g, tile).clamp_(min=FLOOR).mul_(LOG2E)
+        return self.grid.take("g", self._g, tile).clamp_(min=LOG_FLOOR).mul_(LOG2E)
 
     def _decay(self, tile: Tile) -> Tensor:
         return self._log(tile).exp2_()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.function import eager
+from weft.ops.fused.tiling import choose_backend, find_triton_fault
 from weft.ops.linear_attention.distributed import CHUNK_SIZE, FORWARD, LinearAttention, Options
-from weft.ops.linear_attention.fused.tiling import find_triton_fault
 from weft.ops.scan.arguments import StateArguments
 from weft.ops.sequence.layout import Sequence, read_on_axis
 
@@ -71,7 +71,7 @@ def linear_attention(
 
     def read_options(axis: Axis) -> Options | Exception:
         def find_backend_fault(place: str) -> Exception | None:
-            if backend != "triton" or (reason := find_triton_fault(q, v, g, chunk_size or CHUNK_SIZE)) is None:
+            if backend != "triton" or (reason := find_triton_fault(q, v, {"g": g}, chunk_size or CHUNK_SIZE)) is None:
                 return None
             return ValueError(f"linear_attention: backend 'triton' {reason} {place}; backend='torch' takes it")
 
@@ -79,16 +79,9 @@ def linear_attention(
         return given.read(Options, axis.rank, tuple(FORWARD), find_gate_fault, find_backend_fault)
 
     axis, options = read_on_axis("linear_attention", group, sequence, read_options)
-    kernels = choose_backend(backend, q, v, g, options.chunk_size)
+    kernels = choose_backend(backend, q, v, {"g": g}, options.chunk_size)
     o, final = LinearAttention.apply(q, k, v, g, initial_state, options, axis, sequence, kernels)
     return o, final
-
-
-def choose_backend(backend: str, q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> str:
-    """ "torch" or "triton": auto takes Triton for CUDA tensors where it can."""
-    if backend != "auto":
-        return backend
-    return "triton" if q.is_cuda and find_triton_fault(q, v, g, chunk_size) is None else "torch"
 
 
 def _find_gate_fault(q: Tensor, v: Tensor, g: Tensor | None, place: str) -> Exception | None:

@@ -19,9 +19,9 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.function import tensors_are_real
+from weft.ops.fused.tiling import find_triton_fault
 from weft.ops.linear_attention.distributed import FORWARD, LinearAttention
 from weft.ops.linear_attention.distributed import Options as ScanOptions
-from weft.ops.linear_attention.fused.tiling import find_triton_fault
 from weft.ops.linear_attention.operation import CHUNK_SIZE
 from weft.ops.scan import METHODS
 from weft.ops.sequence.layout import DTYPES, Bounds, read_sequence
@@ -181,7 +181,7 @@ def _find_method_fault(
     if fault := find_choice_fault(_NAME, "backend", backend, rank, ("auto", *FORWARD)):
         return fault
     if backend == "triton":
-        reason = find_triton_fault(given["B"], given["x"], given["dt"], chunk_size or CHUNK_SIZE)
+        reason = find_triton_fault(given["B"], given["x"], {"dt": given["dt"]}, chunk_size or CHUNK_SIZE)
         if reason is not None:
             return ValueError(f"{_NAME}: backend 'triton' {reason} (rank {rank}); backend='torch' takes it")
     return None

@@ -11,7 +11,7 @@ from torch.nn.functional import silu, softplus
 
 from weft.comm import Axis
 from weft.comm.function import eager
-from weft.ops.linear_attention.operation import choose_backend
+from weft.ops.fused.tiling import choose_backend
 from weft.ops.mamba2.arguments import Mamba2Scan, Options, read_options
 from weft.ops.sequence.layout import Sequence, read_on_axis
 
@@ -80,7 +80,7 @@ def mamba2(
     q, k = (one.to(options.dtype) for one in (C, B))
     v, g = (x * steps.unsqueeze(-1)).to(options.dtype), A.to(steps.dtype) * steps
     start = None if initial_states is None else initial_states.mT.contiguous()
-    kernels = choose_backend(backend, q, v, g, options.chunk_size)
+    kernels = choose_backend(backend, q, v, {"g": g}, options.chunk_size)
     y, final = Mamba2Scan.apply(q, k, v, g, start, options, axis, sequence, kernels)
     if D is not None:
         y = y + x * D.to(steps.dtype).reshape(len(A), -1)

@@ -21,6 +21,8 @@ from weft.comm.function import ordinary, tensors_are_real
 
 # Elements of one tile buffer. Around 1 MB in fp32: small enough for the cache, large enough to hide Python.
 TILE_ELEMENTS = 1 << 18
+# exp of this is exactly zero in every dtype, and unlike -inf it can be summed and subtracted: the least log.
+LOG_FLOOR = -1000.0
 # Bytes of state buffers a thread may keep for its next call.
 SPARE_BYTES = 64 << 20
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.ops.linear_attention.fused.operators import operators
-from weft.ops.linear_attention.fused.tiling import Pieces, cut, gate_kind, tile
-from weft.ops.linear_attention.gate import FLOOR
+from weft.ops.fused.operators import operators
+from weft.ops.fused.tiling import Pieces, cut, gate_kind
+from weft.ops.fused.tokens import Tokens, gate_grad, readable, sum_group
 from weft.ops.scan.grid import Grid
 
 
@@ -77,27 +77,11 @@ class _States:
         return log, final
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x itself if its last dimension lies together, as the kernels want it."""
-    x = x.detach()
-    return x if x.dim() == 1 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-class _Tokens:
-    """The inputs of one call as the kernels take them."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int
-    ) -> None:
-        self.q, self.k, self.v, self.scale = _readable(q), _readable(k), _readable(v), scale
-        self.g = None if g is None else g.detach().contiguous() if g.dim() == 3 else _readable(g)
-        self.grid = Grid(q, v, lengths, chunk_size)
-        self.pieces = cut(self.grid, gate_kind(g), q.dtype)
-        self.tables = [self.pieces.start, self.pieces.length, self.pieces.piece]
-
-    def empty(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer for [B, T, HV, dim]."""
-        return self.q.new_empty(self.grid.batch, self.grid.tokens, self.grid.value_heads, dim, dtype=dtype)
+def _read(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int
+) -> Tokens:
+    grid = Grid(q, v, lengths, chunk_size)
+    return Tokens(q, k, v, g, scale, grid, cut(grid, gate_kind(g), q.dtype))
 
 
 class FusedForward:
@@ -106,7 +90,7 @@ class FusedForward:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int
     ) -> None:
-        self._in = _Tokens(q, k, v, g, scale, lengths, chunk_size)
+        self._in = _read(q, k, v, g, scale, lengths, chunk_size)
         self._states = _States.of(self._in.grid, self._in.pieces, self._in.k, self._in.v, self._in.g, 1.0, False)
         self.maps = self._states.scan(None)
 
@@ -136,8 +120,8 @@ class FusedBackward:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, lengths: list[int], chunk_size: int,
         entering: Tensor | None, do: Tensor,
     ) -> None:  # fmt: skip
-        self._in = x = _Tokens(q, k, v, g, scale, lengths, chunk_size)
-        self._do = _readable(do)
+        self._in = x = _read(q, k, v, g, scale, lengths, chunk_size)
+        self._do = readable(do)
         self._grads = _States.of(x.grid, x.pieces, x.q, self._do, x.g, scale, True)
         self.maps = self._grads.scan(None)
         self._entering = entering
@@ -152,37 +136,22 @@ class FusedBackward:
         s.scan(self._entering)
         self._dq = x.empty(x.grid.key_dim, x.q.dtype if x.grid.group == 1 else torch.float32)
         self._dk, self._dv = x.empty(x.grid.key_dim), x.empty(x.grid.value_dim)
-        self._row, self._col = self._gate_parts(), self._gate_parts()
+        self._row, self._col = x.empty_gate_parts(), x.empty_gate_parts()
         if x.pieces.chunks:
             run, chunk = operators(), x.grid.chunk
             run.query_grads(
                 x.q, x.k, x.v, x.g, self._do, x.tables, s.states, s.logs, s.arriving, self._dq, self._row, x.scale,
-                chunk,
+                chunk, False,
             )  # fmt: skip
-            run.key_grads(x.q, x.k, x.v, x.g, self._do, x.tables[:2], self._dk, self._col, x.scale, chunk)
+            run.key_grads(x.q, x.k, x.v, x.g, self._do, x.tables[:2], self._dk, self._col, x.scale, chunk, False)
             run.output_intra(x.q, x.k, self._do, x.g, x.tables[:2], self._dv, x.scale, chunk, True)
-
-    def _gate_parts(self) -> Tensor | None:
-        """A buffer for what tokens give to the gates: [B, T, HV, K], or [parts, B, T, HV] (see `backward`)."""
-        x = self._in
-        if x.g is None or x.g.dim() == 4:
-            return self._empty_dg()
-        block = tile("query_grads", x.grid.chunk, x.grid.key_dim, x.grid.value_dim, gate_kind(x.g), x.q.dtype).keys
-        parts = -(-x.grid.key_dim // block)
-        return x.q.new_empty(parts, x.grid.batch, x.grid.tokens, x.grid.value_heads, dtype=torch.float32)
-
-    def _empty_dg(self) -> Tensor | None:
-        x = self._in
-        if x.g is None:
-            return None
-        return x.empty(x.grid.key_dim) if x.g.dim() == 4 else x.empty(1).squeeze(-1)
 
     def finish(self, grad_leaving: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """Add what the states' gradients give: dq, dk, dv, dg (None without decay), the entering states' gradient."""
         x, s, grads = self._in, self._states, self._grads
         entering = self.maps[1].clone() if grad_leaving is None else grads.scan(grad_leaving)[1]
         dk, dv = x.empty(x.grid.key_dim, self._dq.dtype), x.empty(x.grid.value_dim, x.v.dtype)
-        dg = self._empty_dg()
+        dg = x.empty_gate_grad()
         if x.pieces.chunks:
             kept = (None, None, None) if x.g is None else (s.states, s.logs, s.arriving)
             came = grads.states, grads.logs, grads.arriving
@@ -190,22 +159,5 @@ class FusedBackward:
                 x.k, x.v, x.g, x.tables, *kept, *came, self._dk, self._row, self._col, dk, dg, x.grid.chunk
             )
             operators().output_inter(x.k, x.g, x.tables, *came, self._dv, dv, 1.0, x.grid.chunk, True)
-        dq, dk = (_sum_group(d, x.grid.heads).to(like.dtype) for d, like in ((self._dq, x.q), (dk, x.k)))
-        return dq, dk, dv, None if dg is None else _gate_grad(dg, x.g), entering
-
-
-def _sum_group(grad: Tensor, heads: int) -> Tensor:
-    """[B, T, HV, D] -> [B, T, heads, D], summed over the value heads that share a head."""
-    return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)
-
-
-def _gate_grad(dg: Tensor, g: Tensor | None) -> Tensor:
-    """The gradient of g from that of every token and value head, [B, T, HV] or [B, T, HV, K]."""
-    assert g is not None
-    if g.dim() == 4:
-        dg = _sum_group(dg, g.shape[2])
-    else:
-        dg = _sum_group(dg.unsqueeze(-1), g.shape[-1]).squeeze(-1)
-        dg = dg.sum((0, 1), dtype=torch.float64) if g.dim() == 1 else dg
-    # Below the floor the decay is zero whatever g is; this also gives -inf its exact gradient.
-    return dg.masked_fill(g < FLOOR, 0.0).to(g.dtype)
+        dq, dk = (sum_group(d, x.grid.heads).to(like.dtype) for d, like in ((self._dq, x.q), (dk, x.k)))
+        return dq, dk, dv, None if dg is None else gate_grad(dg, x.g), entering

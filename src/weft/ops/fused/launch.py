@@ -5,7 +5,6 @@ Where a kernel's class of decay does not touch a tensor, another one stands in i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from weft.ops.linear_attention.fused import backward, forward
-from weft.ops.linear_attention.fused.operators import operands
-from weft.ops.linear_attention.fused.tiling import PAIRS, gate_kind, precision, tile
+from weft.ops.fused import backward, forward
+from weft.ops.fused.operators import operands
+from weft.ops.fused.tiling import PAIRS, gate_kind, precision, tile
 
 
 @dataclass(frozen=True)
@@ -53,58 +52,71 @@ _KERNELS: dict[str, Any] = {
 
 
 def make_launch(name: str, given: Mapping[str, Any]) -> Launch:
-    """The launch of a kernel with the arguments of its operator, by name and in their order.
-
-    A kernel takes the operator's tensors (``tables`` one by one) and ``scale``, then three strides for each input it
-    reads, the sizes, and how many value heads share a head and a gate.
-    """
+    """The launch of a kernel with the arguments of its operator, by name and in their order."""
     if name == "scan_pieces":
         return _scan_pieces(**given)
     kernel, g, tables, chunk = _KERNELS[name], given["g"], given["tables"], given["chunk"]
     x, y = operands(given)
     batch, tokens, value_heads, values = y.shape
     keys, gate = x.shape[-1], gate_kind(g)
-    tiling = tile(name, chunk, keys, values, gate, x.dtype)
-    arguments: list[Any] = []
-    for key, value in given.items():
-        if key == "tables":
-            arguments += value
-        elif key not in ("chunk", "reverse"):
-            arguments.append(x if value is None else value)
-    inputs, sizes = _reads(kernel)
-    arguments += [stride for key in inputs for stride in _strides(x if given[key] is None else given[key])]
-    arguments += [{"tokens_all": tokens, "batch": batch, "value_heads": value_heads}[size] for size in sizes]
-    arguments.append(value_heads // x.shape[2])
-    arguments.append(1 if g is None else value_heads // g.shape[0 if g.dim() == 1 else 2])
+    tiling = tile(name, chunk, keys, values, gate, x.dtype, y.dtype)
+    sizes = {
+        "tokens_all": tokens, "batch": batch, "value_heads": value_heads, "group": value_heads // x.shape[2],
+        "gate_group": 1 if g is None else value_heads // g.shape[0 if g.dim() == 1 else 2],
+    }  # fmt: skip
+    arguments = gather_arguments(kernel, given, sizes)
     constants = {
         "K": keys, "V": values, "BC": tiling.chunk, "BK": tiling.keys, "BV": tiling.values, "GATE": gate,
-        "DOT": precision(x.dtype),
+        "DOT": precision(x.dtype == torch.float32),
     }  # fmt: skip
-    if "reverse" in given:
-        constants["REVERSE"] = given["reverse"]
-    chunks, by_keys, by_values = tables[0].shape[0], _blocks(keys, tiling.keys), _blocks(values, tiling.values)
+    for flag in ("reverse", "strict"):
+        if flag in given:
+            constants[flag.upper()] = given[flag]
+    if name in ("output_inter", "query_grads", "key_finish"):
+        constants["PIECES"] = given["grad_arriving" if name == "key_finish" else "arriving"] is not None
+    chunks, by_keys, by_values = (
+        tables[0].shape[0],
+        count_blocks(keys, tiling.keys),
+        count_blocks(values, tiling.values),
+    )
     parts = by_keys if name in ("query_grads", "key_grads", "key_finish") else by_values
     if name in PAIRS:
         # Halvings of a block of tokens, and how logs are summed for them.
-        logs = "fp32" if g is not None and g.dtype == torch.float32 else "half"
-        constants |= {"BR": tiling.rows, "LEVELS": min(chunk, tiling.rows).bit_length() - 1, "LOGS": logs}
+        constants |= {"BR": tiling.rows, "LEVELS": min(chunk, tiling.rows).bit_length() - 1, "LOGS": log_kind(g)}
         chunks *= tiling.chunk // tiling.rows
     elif name == "chunk_states":
-        constants["BR"] = tiling.rows
+        constants |= {"BR": tiling.rows, "KEEP": given["states"] is not None}
         chunks, parts = tables[2].shape[0], by_keys * by_values
     elif name == "key_finish":
         one_gate = gate in ("constant", "scalar")
         constants["PARTS"] = given["row_gate"].shape[0] if one_gate else 1
         parts = 1 if one_gate else by_keys
-    return Launch(kernel, (chunks, parts, batch * value_heads), tuple(arguments), constants, tiling.warps)
+    return Launch(kernel, (chunks, parts, batch * value_heads), arguments, constants, tiling.warps)
 
 
-@functools.cache
-def _reads(kernel: Any) -> tuple[list[str], list[str]]:
-    """The inputs whose strides a kernel takes, and the sizes it takes after them."""
-    names = kernel.arg_names
-    sizes = [name for name in names if name in ("tokens_all", "batch", "value_heads")]
-    return [name.removesuffix("_b") for name in names if name.endswith("_b")], sizes
+def gather_arguments(kernel: Any, given: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    """The operator's tensors (``tables`` one by one) and numbers, then strides and sizes by the kernel's names.
+
+    Where a tensor is not there the first one stands in its place. ``chunk`` and flags are no arguments of a kernel.
+    """
+    stand_in = next(iter(given.values()))
+    arguments: list[Any] = []
+    strides: dict[str, int] = {}
+    for key, value in given.items():
+        if key == "tables":
+            arguments += value
+        elif not isinstance(value, int):
+            tensor = stand_in if value is None else value
+            arguments.append(tensor)
+            if isinstance(tensor, Tensor):
+                strides |= {f"{key}_{dim}": stride for dim, stride in zip("bth", _strides(tensor), strict=False)}
+    rest = (name for name in kernel.arg_names[len(arguments) :] if not name.isupper())
+    return (*arguments, *(strides[name] if name in strides else sizes[name] for name in rest))
+
+
+def log_kind(g: Tensor | None) -> str:
+    """How logs are summed in a product: as two numbers that tf32 holds, or as one."""
+    return "fp32" if g is not None and g.dtype == torch.float32 else "half"
 
 
 def _strides(x: Tensor) -> Sequence[int]:
@@ -112,7 +124,8 @@ def _strides(x: Tensor) -> Sequence[int]:
     return (0, 0, 0) if x.dim() == 1 else x.stride()[:3]
 
 
-def _blocks(dim: int, block: int) -> int:
+def count_blocks(dim: int, block: int) -> int:
+    """Blocks that cover a dimension."""
     return -(-dim // block)
 
 
@@ -134,5 +147,5 @@ def _scan_pieces(
         "K": keys, "V": values, "BK": tiling.keys, "BV": tiling.values, "GATE": gate, "REVERSE": reverse,
         "HAS_BOUNDARY": boundary is not None,
     }  # fmt: skip
-    grid = segments, _blocks(keys, tiling.keys) * _blocks(values, tiling.values), batch * value_heads
+    grid = segments, count_blocks(keys, tiling.keys) * count_blocks(values, tiling.values), batch * value_heads
     return Launch(forward.scan_pieces, grid, arguments, constants, tiling.warps)

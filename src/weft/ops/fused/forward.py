@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.linear_attention.fused.blocks import (
+from weft.ops.fused.blocks import (
     block_logs,
     load_logs,
     load_state,
@@ -25,13 +25,14 @@ def chunk_states(
     x, y, g, start, length, piece_first, piece_last, states, since, sums, sum_logs, scale,
     x_b, x_t, x_h, y_b, y_t, y_h, g_b, g_t, g_h, batch, value_heads, group, gate_group,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
+    GATE: tl.constexpr, REVERSE: tl.constexpr, KEEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The state at each chunk of one piece, from zero where the piece begins: a program per piece, head and block.
 
     Forward (x = k, y = v) the states entering the chunks; with REVERSE (x = q, y = do) the gradients of those leaving
     them, last chunk first. Writes ``states`` [M, B, HV, K, V], ``since`` [M, B, HV, K or 1], the log decay between the
-    piece's border and the chunk's, and the same two for the whole piece: ``sums`` and ``sum_logs``.
+    piece's border and the chunk's, and the same two for the whole piece: ``sums`` and ``sum_logs``. Without KEEP only
+    ``sums``.
     """
     piece, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
@@ -43,7 +44,7 @@ def chunk_states(
     g = to_gate(g, b, 0, head // gate_group, g_b, g_t, g_h, GATE)
     inside = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
-    writes_logs = part % blocks == 0 if GATE == "vector" else part == 0
+    writes_logs = KEEP and (part % blocks == 0 if GATE == "vector" else part == 0)
     state = tl.zeros([BK, BV], dtype=tl.float32)
     if GATE == "vector":
         log = tl.zeros([BK], dtype=tl.float64)
@@ -53,7 +54,8 @@ def chunk_states(
     for step in range(first, last):
         chunk = first + last - 1 - step if REVERSE else step
         index = (chunk.to(tl.int64) * batch + b) * value_heads + head
-        tl.store(states + index * (K * V) + offsets, state, mask=inside)
+        if KEEP:
+            tl.store(states + index * (K * V) + offsets, state, mask=inside)
         if GATE == "vector":
             if writes_logs:
                 tl.store(since + index * K + key, log.to(tl.float32), mask=key < K)
@@ -188,7 +190,7 @@ def output_inter(
     x, g, start, length, chunk_piece, states, since, arriving, partial, out, scale,
     x_b, x_t, x_h, g_b, g_t, g_h, tokens_all, batch, value_heads, group, gate_group,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
+    GATE: tl.constexpr, REVERSE: tl.constexpr, PIECES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """o of a chunk: ``partial`` plus x = q, decayed from the chunk's start, times the state that enters it.
 
@@ -214,7 +216,7 @@ def output_inter(
                 xs = xs * tl.exp(until_block(g, row, BC, key, g_t, tokens, K))
             else:
                 xs = xs * tl.exp(since_block(g, row, key, g_t, tokens, K))
-        there = load_state(states, arriving, since, state, piece, key, value, K, V, GATE)
+        there = load_state(states, arriving, since, state, piece, key, value, K, V, GATE, PIECES)
         acc = tl.dot(xs, there, acc, input_precision=DOT)
     if GATE == "constant" or GATE == "scalar":
         inner = block_logs(g, 0, tokens, g_t, GATE, BC)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +44,19 @@ KERNELS = ("chunk_states", "scan_pieces", "output_intra", "output_inter", "query
 PAIRS = ("output_intra", "query_grads", "key_grads")
 
 
-def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torch.dtype) -> Tiling:
+def tile(
+    kernel: str,
+    chunk: int,
+    keys: int,
+    values: int,
+    gate: str,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype | None = None,
+) -> Tiling:
     """The blocks of ``kernel``: the largest that spill no registers, as `weft kernels` shows.
 
     Tensor cores want at least 16 of everything. fp32 keeps heads and remainders of all operands, vector gates a log for
-    each q and k: both take blocks of half the size.
+    each q and k: both take blocks of half the size. ``value_dtype`` is that of v or do, if it is not that of q and k.
     """
     chunk = max(16, chunk)
     exact, vector = dtype == torch.float32, gate == "vector"
@@ -62,6 +71,8 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torc
             rows, wide_k, warps = 32 if max(keys, values) > 128 else 64, 64, 8
         # With fp32 a loop over V next to fp64 logs is where registers end.
         wide_v = 16 if exact and gate == "scalar" and kernel in ("query_grads", "key_grads") else wide_k
+        if value_dtype == torch.float32 and kernel == "query_grads" and not exact:
+            rows, wide_v = 32 if vector else 64, 32
     elif kernel == "chunk_states":
         rows, wide_k = 32, 32 if exact else 64
         wide_v = wide_k
@@ -71,7 +82,7 @@ def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, dtype: torc
             wide_k = 16
     elif kernel != "scan_pieces" and small:
         wide_k, wide_v, warps = 32, 32, 8
-    return Tiling(chunk, min(rows, chunk), min(wide_k, _power(keys)), min(wide_v, _power(values)), warps)
+    return Tiling(chunk, min(rows, chunk), min(wide_k, round_up(keys)), min(wide_v, round_up(values)), warps)
 
 
 def gate_kind(g: Tensor | None) -> str:
@@ -79,31 +90,42 @@ def gate_kind(g: Tensor | None) -> str:
     return "none" if g is None else {1: "constant", 3: "scalar", 4: "vector"}[g.dim()]
 
 
-def _power(dim: int) -> int:
+def round_up(dim: int) -> int:
     """The power of two that holds ``dim``, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def precision(dtype: torch.dtype) -> str:
+def precision(exact: bool) -> str:
     """How products are taken: tf32 holds half precision exactly; fp32 takes three products of heads and remainders."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+    return "tf32x3" if exact else "tf32"
 
 
-def find_triton_fault(q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int) -> str | None:
-    """Why Triton's kernels cannot take these inputs; None if they can."""
+def choose_backend(
+    backend: str, q: Tensor, v: Tensor, others: Mapping[str, Tensor | None], chunk_size: int, max_chunk: int = MAX_CHUNK
+) -> str:
+    """ "torch" or "triton": auto takes Triton for CUDA tensors where it can."""
+    if backend != "auto":
+        return backend
+    return "triton" if q.is_cuda and find_triton_fault(q, v, others, chunk_size, max_chunk) is None else "torch"
+
+
+def find_triton_fault(
+    q: Tensor, v: Tensor, others: Mapping[str, Tensor | None], chunk_size: int, max_chunk: int = MAX_CHUNK
+) -> str | None:
+    """Why Triton's kernels cannot take these inputs, ``others`` (g, beta) among them; None if they can."""
     if q.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs CUDA tensors (or TRITON_INTERPRET=1, set before the start), got {q.device.type}"
     if q.device.type != "meta" and importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed"
-    for label, x in (("q, k, v", q), ("g", g)):
+    for label, x in {"q, k, v": q, **others}.items():
         if x is not None and x.dtype not in _DTYPES:
             return f"takes bfloat16, float16 or float32, got {label} in {str(x.dtype).removeprefix('torch.')}"
     if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
         return f"takes K and V up to {MAX_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
     if q.shape[0] * v.shape[2] > MAX_CELLS:
         return f"takes batches times value heads up to {MAX_CELLS:,}, got {q.shape[0]} x {v.shape[2]}"
-    if chunk_size > MAX_CHUNK:
-        return f"takes chunk_size up to {MAX_CHUNK}, got {chunk_size}"
+    if chunk_size > max_chunk:
+        return f"takes chunk_size up to {max_chunk}, got {chunk_size}"
     return None
 
 
@@ -138,6 +160,11 @@ def cut(grid: Grid, gate: str, dtype: torch.dtype) -> Pieces:
     parts = -(-grid.key_dim // blocks.keys) * -(-grid.value_dim // blocks.values)
     pieces = -(-PROGRAMS // max(1, grid.batch * grid.value_heads * parts))  # so many programs work on each of them
     return _tables(tuple(grid.lengths), grid.chunk, max(PIECE, -(-grid.chunks // pieces)), grid.device)
+
+
+def cut_chunks(grid: Grid) -> Pieces:
+    """The tables of a grid with a piece for each chunk."""
+    return _tables(tuple(grid.lengths), grid.chunk, 1, grid.device)
 
 
 @keep_tensors(maxsize=64)

@@ -1,6 +1,6 @@
-"""What the Triton kernels share: blocks of tokens, the decays between them, scores and the gradient of scores.
+"""What Triton kernels over chunks share: blocks of tokens, the decays between them, scores and the gradient of scores.
 
-What `gate.py` and `gate_vector.py` are to the torch kernels. Every log that is exponentiated is a sum of logs between
+Every log that is exponentiated is a sum of logs between
 two tokens or a difference bounded by zero: no exp of a positive number. One decay per head: the cumulated logs of a
 chunk are fp64, and a difference is taken of their fp32 head and remainder. One decay per key dimension: only logs
 between the two tokens are ever summed, so nothing cancels.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FLOOR = tl.constexpr(-1000.0)  # gate.py says why; exact in every dtype of g
+FLOOR = tl.constexpr(-1000.0)  # exp of it is zero, and unlike -inf it can be summed; exact in every dtype of g
 
 
 @triton.jit
@@ -38,21 +38,26 @@ def state_offsets(key, value, V: tl.constexpr):
 
 
 @triton.jit
-def load_state(local, entering, log, state, piece, key, value, K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr):
+def load_state(
+    local, entering, log, state, piece, key, value, K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
     """The state of chunk ``state``: what its piece made of it, plus the decayed state that entered the piece, [BK, BV].
 
     ``state`` and ``piece`` are indices with the head in them; ``log`` holds the decay between the piece's border and
-    the chunk's, one or K numbers for each chunk.
+    the chunk's, one or K numbers for each chunk. Without PIECES ``local`` is the state.
     """
     mask = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
     mine = tl.load(local + state * (K * V) + offsets, mask=mask, other=0.0)
-    came = tl.load(entering + piece * (K * V) + offsets, mask=mask, other=0.0)
-    if GATE == "vector":
-        came = came * tl.exp(tl.load(log + state * K + key, mask=key < K, other=0.0))[:, None]
-    elif GATE != "none":
-        came = came * tl.exp(tl.load(log + state))
-    return mine + came
+    if PIECES:
+        came = tl.load(entering + piece * (K * V) + offsets, mask=mask, other=0.0)
+        if GATE == "vector":
+            came = came * tl.exp(tl.load(log + state * K + key, mask=key < K, other=0.0))[:, None]
+        elif GATE != "none":
+            came = came * tl.exp(tl.load(log + state))
+        mine += came
+    return mine
 
 
 @triton.jit

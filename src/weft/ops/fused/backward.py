@@ -2,7 +2,8 @@
 
 A program of ``*_grads`` works on one block of BR tokens of a chunk, one block of K and one value head. Results
 are [B, T, HV, K]. ``row`` and ``col`` hold what a token's q and k give to the gates, the diagonal of the scores
-left out: [B, T, HV, K], or [parts, B, T, HV] with a part for each block of K.
+left out: [B, T, HV, K], or [parts, B, T, HV] with a part for each block of K. STRICT: a token's q does not meet its own
+k, and nothing is given to the gates.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.linear_attention.fused.blocks import (
+from weft.ops.fused.blocks import (
     block_logs,
     cumulate_logs,
     decay_to_middle,
@@ -50,7 +51,8 @@ def query_grads(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, do_b, do_t, do_h,
     tokens_all, batch, value_heads, group, gate_group,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LEVELS: tl.constexpr, GATE: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr,
+    LEVELS: tl.constexpr, GATE: tl.constexpr, STRICT: tl.constexpr, PIECES: tl.constexpr, DOT: tl.constexpr,
+    LOGS: tl.constexpr,
 ):  # fmt: skip
     """dq, all of it: from the keys of the chunk and from the state that enters it."""
     chunk, i = tl.program_id(0) // (BC // BR), tl.program_id(0) % (BC // BR)
@@ -72,7 +74,7 @@ def query_grads(
     for block in range((V + BV - 1) // BV):
         value = block * BV + tl.arange(0, BV)
         dos = load_tile(do, row, value, do_t, tokens, V)
-        entering = load_state(states, arriving, since, state, piece, key, value, K, V, GATE)
+        entering = load_state(states, arriving, since, state, piece, key, value, K, V, GATE, PIECES)
         dqs = tl.dot(dos, tl.trans(entering), dqs, input_precision=DOT)
     dqs = scale * dqs
     if GATE == "vector":
@@ -99,10 +101,11 @@ def query_grads(
             decay = decay_to_middle(logs, row, level, LOGS)
             block_grad = tl.where(over_middle(row, level), grad, 0.0)
             dqs += decay * tl.dot(block_grad, ks * decay, input_precision=DOT)
-    if GATE != "none":
+    if GATE != "none" and not STRICT:
         given = dqs * load_tile(q, row, key, q_t, tokens, K)
         store_gate_part(row_gate, given, place, key, part, batch, tokens_all, value_heads, row, tokens, K, GATE)
-    dqs += diagonal_grads(do, v, row, do_t, v_t, tokens, scale, V, BR, BV)[:, None] * ks
+    if not STRICT:
+        dqs += diagonal_grads(do, v, row, do_t, v_t, tokens, scale, V, BR, BV)[:, None] * ks
     store_tile(dq + place * K, dqs, row, key, value_heads * K, tokens, K)
 
 
@@ -112,7 +115,7 @@ def key_grads(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, do_b, do_t, do_h,
     tokens_all, batch, value_heads, group, gate_group,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LEVELS: tl.constexpr, GATE: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr,
+    LEVELS: tl.constexpr, GATE: tl.constexpr, STRICT: tl.constexpr, DOT: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
     """The within-chunk part of dk, in fp32."""
     chunk, j = tl.program_id(0) // (BC // BR), tl.program_id(0) % (BC // BR)
@@ -150,10 +153,11 @@ def key_grads(
             decay = decay_to_middle(logs, row, level, LOGS)
             block_grad = tl.where(over_middle(row, level), grad, 0.0)
             dks += decay * tl.dot(tl.trans(block_grad), qs * decay, input_precision=DOT)
-    if GATE != "none":
+    if GATE != "none" and not STRICT:
         given = dks * load_tile(k, row, key, k_t, tokens, K)
         store_gate_part(col_gate, given, place, key, part, batch, tokens_all, value_heads, row, tokens, K, GATE)
-    dks += diagonal_grads(do, v, row, do_t, v_t, tokens, scale, V, BR, BV)[:, None] * qs
+    if not STRICT:
+        dks += diagonal_grads(do, v, row, do_t, v_t, tokens, scale, V, BR, BV)[:, None] * qs
     store_tile(dk + place * K, dks, row, key, value_heads * K, tokens, K)
 
 
@@ -163,7 +167,7 @@ def key_finish(
     dk_inner, row_gate, col_gate, dk, dg,
     k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, tokens_all, batch, value_heads, group, gate_group,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    GATE: tl.constexpr, DOT: tl.constexpr,
+    GATE: tl.constexpr, PIECES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dk and dg of a chunk, from their within-chunk parts and the gradient of the state that leaves it.
 
@@ -196,10 +200,10 @@ def key_finish(
         for value_block in range((V + BV - 1) // BV):
             value = value_block * BV + tl.arange(0, BV)
             vs = load_tile(v, row, value, v_t, tokens, V)
-            leaving = load_state(grad_states, grad_arriving, until, state, piece, key, value, K, V, GATE)
+            leaving = load_state(grad_states, grad_arriving, until, state, piece, key, value, K, V, GATE, PIECES)
             dks = tl.dot(vs, tl.trans(leaving), dks, input_precision=DOT)
             if GATE != "none":
-                entering = load_state(states, arriving, since, state, piece, key, value, K, V, GATE)
+                entering = load_state(states, arriving, since, state, piece, key, value, K, V, GATE, PIECES)
                 through += tl.sum(entering * leaving, 1)
         if GATE == "vector":
             dks = dks * tl.exp(until_block(g, row, BC, key, g_t, tokens, K))

@@ -1,0 +1,1 @@
+"""Triton kernels that operations over chunks share: launches, operators, blocks; Triton is imported at a launch."""
