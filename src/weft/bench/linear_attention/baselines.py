@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call
 from weft.comm.rounds import Path, ScheduleExecutor
-from weft.ops.linear_attention.distributed import BACKWARD, FORWARD
+from weft.ops.linear_attention.operation import BACKWARD, FORWARD
 from weft.ops.scan import Affine, Form, schedule
 from weft.ops.scan.gather import fold
 from weft.ops.sequence import Sequence
