@@ -48,15 +48,37 @@ def test_a_gradient_penalty_is_refused_in_the_same_words_everywhere(name: str, s
         assert torch.equal(first, wanted)
 
 
-@pytest.mark.parametrize("argument", ["q", "k", "v", "g", "initial_state"])
-def test_no_argument_of_linear_attention_is_forgotten(argument: str) -> None:
-    """A single one that wants a gradient is enough, whatever the loss is."""
-    x, start = tokens(0).detach(), torch.ones(1, 4, 8, 8)
-    given = {"q": x, "k": x, "v": x, "g": -x.abs(), "initial_state": start}
+def arguments_of(operation: str) -> dict[str, Tensor]:
+    x = tokens(0).detach()
+    if operation == "short_conv":
+        return {"x": x[0], "weight": torch.ones(8, 3), "bias": torch.ones(8), "initial_state": torch.ones(6, 8, 2)}
+    given = {"q": x, "k": x, "v": x, "g": -x.abs(), "initial_state": torch.ones(1, 4, 8, 8)}
+    return given if operation == "linear_attention" else {**given, "beta": x[..., 0].sigmoid()}
+
+
+@pytest.mark.parametrize(
+    ("operation", "argument"),
+    [(name, argument) for name in ("linear_attention", "delta_rule", "short_conv") for argument in arguments_of(name)],
+)
+def test_no_argument_is_forgotten(operation: str, argument: str) -> None:
+    """A single one that wants a gradient is enough, whatever the loss is; it alone gets one, and the right one.
+
+    One that was changed before the backward is noticed.
+    """
+    run = getattr(weft, operation)
+    given = arguments_of(operation)
+    every = {name: value.clone().requires_grad_() for name, value in given.items()}
+    run(**every)[0].sum().backward()
     given[argument] = given[argument].clone().requires_grad_()
-    o, _ = weft.linear_attention(**given)
+    o, _ = run(**given)
     (first,) = torch.autograd.grad(o.sum(), given[argument], create_graph=True)
+    assert torch.equal(first, every[argument].grad)
     assert "second derivatives are not supported" in words_of((first + given[argument]).square().sum().backward)
+    buffer = given[argument] * 1
+    o, _ = run(**{**given, argument: buffer})
+    with torch.no_grad():
+        buffer.mul_(2)  # gradients would be those of other numbers
+    assert "modified by an inplace operation" in words_of(o.sum().backward)
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2])
@@ -186,7 +208,12 @@ def test_torch_func_and_hessians_are_refused_in_words(name: str, every_network: 
 
 def test_vmap_is_refused_in_words() -> None:
     x = torch.randn(3, 1, 4, 2, 8)
-    for operation in (lambda x: weft.attention(x, x, x, causal=True), lambda x: weft.linear_attention(x, x, x)[0]):
+    for operation in (
+        lambda x: weft.attention(x, x, x, causal=True),
+        lambda x: weft.linear_attention(x, x, x)[0],
+        lambda x: weft.delta_rule(x, x, x, x[..., 0])[0],
+        lambda x: weft.short_conv(x[0], torch.ones(8, 2))[0],
+    ):
         assert words_of(lambda op=operation: torch.func.vmap(op)(x)).startswith("NotImplementedError: ")
 
 

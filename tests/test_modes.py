@@ -1,16 +1,21 @@
-"""What is set around a call (inference, fake tensors, autocast, default dtype) changes neither it nor later ones."""
+"""What is set around a call (inference, fake tensors, autocast, defaults) changes neither it nor later ones.
+
+Nor does how its input lies in memory.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
-from every_operation import OPERATIONS, Operation, tokens, weights_like
+from every_operation import OPERATIONS, REFUSED, Operation, tokens, weights_like
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from worlds import place, virtual_world
 
 import weft
@@ -19,6 +24,10 @@ from weft.world.launch import ProcessWorld
 
 SIZES = [1, 2]
 DTYPES = (torch.float64, torch.bfloat16)
+NO_STATE: dict[str, Operation] = {
+    "delta_rule": lambda axis, x: weft.delta_rule(x, x / 3, x, x[..., 0].sigmoid(), layout="zigzag", group=axis)[0],
+    "short_conv": lambda axis, x: weft.short_conv(x.flatten(2), x.new_ones(32, 3), layout="zigzag", group=axis)[0],
+}  # where what comes before a document is zero
 
 
 def training_step(run: Operation, axis: weft.Axis, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -164,6 +173,80 @@ def test_arithmetic_is_outside_autocast(name: str, size: int) -> None:
         return out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)
 
     assert all(virtual_world(size).run(program).results)
+
+
+@pytest.mark.usefixtures("every_network")
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, id=name) for name, run in OPERATIONS.items() if not name.startswith("llama3")]
+    + [pytest.param(run, id=f"{name}, no state") for name, run in NO_STATE.items()],
+)
+def test_memory_that_was_never_written_is_not_read(run: Operation) -> None:
+    """torch fills it with NaN here; nor does a default device move anything (llama3 is given boundaries made there)."""
+    wanted = virtual_world(2).run(lambda axis: training_step(run, axis)).results
+
+    def program(axis: weft.Axis) -> tuple[Tensor, Tensor]:
+        x = tokens(axis.rank)
+        with torch.device("meta"):
+            out = run(axis, x)
+            loss = (weights_like(out) * out.square()).sum()
+            loss.backward()
+        assert x.grad is not None
+        return out.detach(), x.grad
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = virtual_world(2).run(program).results
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("every_network")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_how_the_input_lies_in_memory_changes_nothing(name: str) -> None:
+    """Other strides, and tokens that are one row in memory; and the backward can be asked twice."""
+    run = OPERATIONS[name]
+
+    def program(axis: weft.Axis) -> bool:
+        found = []
+        for lay in (Tensor.contiguous, lambda x: x.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)):
+            leaf = tokens(axis.rank, torch.float64)
+            out = run(axis, lay(leaf))
+            weight = lay(weights_like(out)) if out.ndim == 4 else weights_like(out)
+            twice = [torch.autograd.grad(out, leaf, weight, retain_graph=True)[0] for _ in range(2)]
+            assert torch.equal(*twice)
+            found.append((out.detach(), twice[0]))
+        for lay in (Tensor.contiguous, lambda x: x):
+            row = tokens(axis.rank, torch.float64)[:, :1].detach().requires_grad_()
+            out = run(axis, lay(row.expand(1, 6, 4, 8)))
+            found.append((out.detach(), torch.autograd.grad(out, row, weights_like(out))[0]))
+        pairs = [*zip(*found[:2], strict=True), *zip(*found[2:], strict=True)]
+        return all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs)
+
+    assert all(virtual_world(2).run(program).results)
+
+
+@pytest.mark.usefixtures("every_network")
+@pytest.mark.parametrize("name", REFUSED)
+def test_activation_checkpointing_changes_nothing(name: str) -> None:
+    def program(axis: weft.Axis) -> bool:
+        wanted = training_step(REFUSED[name], axis)
+        again = [training_step(partial(checkpoint, REFUSED[name], use_reentrant=how), axis) for how in (False, True)]
+        return all(same(one, wanted) for one in again)
+
+    assert all(virtual_world(2).run(program).results)
+
+
+@pytest.mark.parametrize("name", ["delta_rule scalar", "delta_rule vector", "short_conv"])
+def test_a_compiled_model_gives_the_same(name: str) -> None:
+    axis = weft.Axis.of(None)
+
+    def model(axis: weft.Axis, x: Tensor) -> Tensor:
+        return torch.cos(OPERATIONS[name](axis, torch.sin(x)))
+
+    compiled = training_step(torch.compile(model, backend="aot_eager"), axis)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(compiled, training_step(model, axis), strict=True))
 
 
 @pytest.mark.usefixtures("every_network")
