@@ -264,7 +264,7 @@ def test_an_operation_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         return exchange(self, group, record, sends, expected, detectors[group.rank()])
 
     def program(axis: Axis) -> tuple[int, list[BaseException]]:
-        detector = detectors[axis.rank] = HangDetector(axis.rank, 2, Store(), None, lambda: None)  # type: ignore[arg-type]
+        detector = detectors[axis.rank] = HangDetector(0, 1, Store(), None, lambda: None)  # type: ignore[arg-type]
         q, k, v = (torch.randn(1, 6, 2, 4, device="sim", requires_grad=True) for _ in range(3))
         errors: list[BaseException] = []
 
