@@ -195,7 +195,18 @@ def test_metadata_that_nobody_waits_for_gives_no_memory_back_too_early() -> None
         gc.collect()  # the call knows its metadata, and they know the call
         return float(here(axis).sum())
 
-    assert world(18).run(program).results == [8.0 * rank for rank in range(18)]
+    gc.freeze()  # each rank looks at what was made in here alone
+    try:
+        assert world(18).run(program).results == [8.0 * rank for rank in range(18)]
+    finally:
+        gc.unfreeze()
+
+
+class Store:
+    """One in which nobody else has left anything."""
+
+    def __getattr__(self, name: str):
+        return lambda *args: b"" if name == "get" else 0
 
 
 def test_only_the_thread_that_issues_asks_whether_works_are_over() -> None:
@@ -206,10 +217,6 @@ def test_only_the_thread_that_issues_asks_whether_works_are_over() -> None:
         def is_completed(self) -> bool:
             asked.append(threading.current_thread().name)
             return True
-
-    class Store:
-        def __getattr__(self, name: str):
-            return lambda *args: b"" if name == "get" else 0
 
     detector = HangDetector(0, 1, Store(), None, lambda: None)  # type: ignore[arg-type]
     record = CallRecord("world", 1, "a test", (), 1)
@@ -244,6 +251,44 @@ def test_backends_without_tags_stand_in_one_line(name: str, in_line: bool, sim: 
 
     side = dist._nccl_side_of(Group())  # type: ignore[arg-type]
     assert (side is not None) is in_line and connected == [torch.device("sim:0")] * in_line
+
+
+@on_simulated_device
+def test_an_operation_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward: the host waits for nothing on the device, and no thread asks whether messages are over."""
+    from weft.world import simulated
+
+    exchange, detectors = NcclSide.exchange, {}
+
+    def followed(self, group, record, sends, expected) -> object:
+        return exchange(self, group, record, sends, expected, detectors[group.rank()])
+
+    def program(axis: Axis) -> tuple[int, list[BaseException]]:
+        detector = detectors[axis.rank] = HangDetector(0, 1, Store(), None, lambda: None)  # type: ignore[arg-type]
+        q, k, v = (torch.randn(1, 6, 2, 4, device="sim", requires_grad=True) for _ in range(3))
+        errors: list[BaseException] = []
+
+        def inspect() -> None:
+            try:
+                detector.inspect()
+            except BaseException as error:
+                errors.append(error)
+
+        def step() -> None:
+            weft.linear_attention(q, k, v, scale=1.0, group=axis)[0].sum().backward()
+
+        step()
+        before = len(detector._waits)
+        with simulated.capturing():
+            step()
+            watcher = threading.Thread(target=inspect)
+            watcher.start()
+            watcher.join()
+        step()
+        return before, errors
+
+    monkeypatch.setattr(NcclSide, "exchange", followed)
+    assert all(before > 0 and not errors for before, errors in world(2).run(program).results)
 
 
 def test_works_of_a_capture_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:

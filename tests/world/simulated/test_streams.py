@@ -475,3 +475,29 @@ def test_a_recorded_stream_stands_for_what_it_came_after(ordered: bool) -> None:
     del x
     with nullcontext() if ordered else pytest.raises(SimulatedDeviceError, match="freed too early"):
         torch.ones(8, device="sim")
+
+
+def test_nothing_is_asked_and_nobody_waits_while_a_graph_is_captured() -> None:
+    x, side, errors = ones(), beside(), []
+    with side:
+        x.add_(1)
+    done = side.record_event()
+
+    def ask() -> None:
+        try:
+            done.query()
+        except SimulatedDeviceError as error:
+            errors.append(str(error))
+
+    module = torch.get_device_module("sim")
+    with simulated.capturing():
+        assert module.is_current_stream_capturing()
+        for question in (done.query, side.query):
+            with pytest.raises(SimulatedDeviceError, match="asked whether work is over while a graph is captured"):
+                question()
+        with pytest.raises(SimulatedDeviceError, match="host synchronisation where it is forbidden"):
+            done.synchronize()
+        other = threading.Thread(target=ask)  # of this process, but not the one that captures
+        other.start()
+        other.join()
+    assert len(errors) == 1 and not module.is_current_stream_capturing() and not done.query()

@@ -24,7 +24,7 @@ class _Options:
 
     dtype: torch.dtype
     device: str  # its type
-    counted: bool
+    counted: str  # by "nobody", a number of the "host", or a tensor of the "device"
 
 
 @eager
@@ -42,7 +42,8 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
     right. Do not multiply by P. Second derivatives are refused on more than one rank.
 
     Two numbers of each rank travel, in one round. A ``loss_sum`` on a device is not read by the host: it travels from
-    there, as fp64, in a second round. So give ``count`` as a number or on the CPU; one on the device is waited for.
+    there, as fp64, in a second round, and so does a ``count`` there. What is wrong with such a count (negative, not
+    finite, or losses without a token) makes the mean and its gradient NaN on all ranks; of a number it raises.
 
     >>> mean_loss(torch.tensor(6.0), 4)
     tensor(1.5000)
@@ -62,6 +63,11 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
         )
     losses, tokens = (math.fsum(_as_float(row[at]) for row in gathered) for at in range(2))
     total: Tensor | None = None
+    mean: Tensor
+    if isinstance(count, Tensor) and options.counted == "device":
+        mine = torch.stack([one.detach().double().reshape(()) for one in (loss_sum, count)])
+        mean = _Mean.apply(loss_sum, *_mean_on_device(torch.stack(call.all_gather(mine).wait())), axis)
+        return mean
     if runs_behind(loss_sum.device):
         total = torch.stack(call.all_gather(loss_sum.detach().double().reshape(1)).wait()).sum()
         if count is not None and tokens == 0:  # on all ranks alike, and then there is nothing to wait for
@@ -73,22 +79,23 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
             f"mean_loss: there are no tokens on any of {axis.size} ranks, but their losses add up to {losses}"
         )
     value = (losses if total is None else total) / tokens if tokens else 0.0
-    mean: Tensor = _Mean.apply(loss_sum, value, axis.size / tokens if tokens else 0.0, axis)
+    mean = _Mean.apply(loss_sum, value, axis.size / tokens if tokens else 0.0, axis)
     return mean
 
 
 def _read(loss_sum: Tensor, count: float | Tensor | None, rank: int) -> tuple[_Options, list[float], bool] | Exception:
     """What the ranks must have in common, this rank's two numbers, and whether a gradient is wanted; or a fault.
 
-    The first number is 0 where the loss is on a device.
+    What is on a device is 0 there.
     """
     words = "a floating-point tensor, the sum of the losses of this rank's tokens"
     if fault := find_tensor_fault("mean_loss", "loss_sum", loss_sum, rank, DTYPES, words):
         return fault
     if loss_sum.numel() != 1:
         return ValueError(f"mean_loss: loss_sum must have one element, got {list(loss_sum.shape)}{at(rank)}")
-    if isinstance(count, Tensor):
-        count = start_copy_to_host(count).wait()
+    stays = isinstance(count, Tensor) and runs_behind(count.device) and count.device == loss_sum.device
+    if isinstance(count, Tensor):  # one that stays there is looked at for its kind alone
+        count = torch.zeros(count.shape, dtype=count.dtype, device="cpu") if stays else start_copy_to_host(count).wait()
     if count is not None:
         if fault := find_number_fault("mean_loss", "count", count, rank, tensor=True):
             return fault
@@ -96,7 +103,8 @@ def _read(loss_sum: Tensor, count: float | Tensor | None, rank: int) -> tuple[_O
             return ValueError(f"mean_loss: count must not be negative, got {float(count)}{at(rank)}")
     loss = 0.0 if runs_behind(loss_sum.device) else float(loss_sum.detach().double())
     numbers = [loss, 0.0 if count is None else float(count)]
-    options = _Options(loss_sum.dtype, loss_sum.device.type, count is not None)
+    counted = "nobody" if count is None else "device" if stays else "host"
+    options = _Options(loss_sum.dtype, loss_sum.device.type, counted)
     return options, numbers, loss_sum.requires_grad and torch.is_grad_enabled()
 
 
@@ -109,12 +117,21 @@ def _as_float(bits: int) -> float:
     return float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
+def _mean_on_device(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and the scale of its gradient, of losses and counts of all ranks, ``[P, 2]``; NaN if these are wrong."""
+    losses, tokens = pairs.sum(0)
+    counts = pairs[:, 1]
+    right = (counts.isfinite() & (counts >= 0)).all() & ((tokens > 0) | (losses == 0))
+    value, scale = (torch.where(tokens > 0, one / tokens, 0.0) for one in (losses, float(len(pairs))))
+    return torch.where(right, value, math.nan), torch.where(right, scale, math.nan)
+
+
 class _Mean(RankFunction):
     operation = "mean_loss"
     any_order = True
 
     @staticmethod
-    def forward(ctx: Any, loss_sum: Tensor, value: float | Tensor, scale: float, axis: Axis) -> Tensor:
+    def forward(ctx: Any, loss_sum: Tensor, value: float | Tensor, scale: float | Tensor, axis: Axis) -> Tensor:
         ctx.scale, ctx.size = scale, axis.size
         return (
             torch.empty_like(loss_sum).copy_(value) if isinstance(value, Tensor) else torch.full_like(loss_sum, value)
@@ -127,4 +144,4 @@ class _Mean(RankFunction):
                 f"mean_loss: second derivatives are not supported over {ctx.size} ranks, where a rank's gradient is "
                 f"{ctx.size} times its share of that of the mean; differentiate the sum of this rank's losses instead"
             )
-        return grad * ctx.scale, None, None, None
+        return (grad * ctx.scale).to(grad.dtype), None, None, None

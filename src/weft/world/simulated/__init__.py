@@ -9,7 +9,8 @@ between streams or memory given back too early is reported, with both places. Ev
 and a host of its own (`Rank`, `enter_rank`). Nothing happens when this is imported.
 
 It stands on private names of torch, so it fits one release of it (`misfit`). Not simulated: generators of the device,
-resizing a storage (a tensor can be), more than one device for each rank, graph capture, and the time anything takes.
+resizing a storage (a tensor can be), more than one device for each rank, graphs (but for what must not happen while
+one is captured), and the time anything takes.
 In a backward, a node waits for all nodes before it, where the engine lets it wait only for those it needs.
 """
 
@@ -35,6 +36,7 @@ from weft.world.simulated.streams import (
     Event,
     Rank,
     Stream,
+    capturing,
     current_rank,
     current_stream,
     enter_rank,
@@ -45,7 +47,7 @@ from weft.world.simulated.torch_parts import install_parts
 
 __all__ = [
     "TORCH", "Communicator", "Event", "Rank", "SimulatedDeviceError", "Stream", "WatchHost", "Work",
-    "collect_reports", "current_rank", "current_stream", "enter_rank", "fits", "host_alias",
+    "capturing", "collect_reports", "current_rank", "current_stream", "enter_rank", "fits", "host_alias",
     "inside_rank", "install", "misfit", "no_host_sync", "reports",
 ]  # fmt: skip
 

@@ -28,7 +28,11 @@ class _Backward:
         self.error: BaseException | None = None  # of a hook: see `DeviceGuard`
 
     def stream_of_node(self) -> Stream:
-        """The stream of the node's forward. As the engine does it, that waits for what came before in this backward."""
+        """The stream of the node's forward, after all that came before in this backward.
+
+        The engine lets it wait only for the nodes it needs. That cannot be followed from here: where two gradients of
+        one input are added, between nodes, the engine waits for both on a stream of its choice and tells nobody.
+        """
         stream, node = self.caller, _C._current_autograd_node()
         if node is not None and self.switches and 0 <= (number := node._sequence_nr()) < _LAST_NUMBER:
             at = bisect.bisect_right(self.switches, number, key=lambda switch: switch[0])

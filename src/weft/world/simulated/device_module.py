@@ -52,7 +52,7 @@ def make_device_module() -> types.ModuleType:
         device_count=lambda: 1,
         is_available=streams.is_accelerator,
         is_initialized=lambda: True,
-        is_current_stream_capturing=lambda: False,
+        is_current_stream_capturing=streams.is_capturing,
         memory_allocated=_memory_allocated,
         empty_cache=lambda: None,
         manual_seed=lambda seed: None,  # torch.manual_seed has seeded the CPU

@@ -100,6 +100,7 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         """See `Event.query`."""
+        _ask()
         if covers(self.rank.host, self.clock):
             return True
         if not self._asked:
@@ -148,6 +149,7 @@ class Event:
 
         So nobody can rely on a first answer, and loops that ask until it is over come to an end.
         """
+        _ask()
         rank = current_rank()
         if covers(rank.host, self.clock):
             return True
@@ -185,6 +187,7 @@ this_thread = _Thread()
 backwards: list[Backward] = []  # the latest is for the engine's thread of the device, which knows no rank
 _first_rank: list[Rank] = []
 whole_process: list[bool] = []
+_captures: list[Rank] = []  # that capture a graph
 
 
 def current_rank() -> Rank:
@@ -258,3 +261,26 @@ def no_host_sync() -> Iterator[None]:
         yield
     finally:
         rank.syncs_forbidden = before
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """As while this rank captures a graph: its host must not wait, and no thread may ask whether work is over."""
+    rank = current_rank()
+    _captures.append(rank)
+    try:
+        with no_host_sync():
+            yield
+    finally:
+        _captures.remove(rank)
+
+
+def is_capturing() -> bool:
+    """Whether this thread's rank captures a graph."""
+    return current_rank() in _captures
+
+
+def _ask() -> None:
+    """Somebody asks whether work is over; a thread without a rank may be any capturing rank's."""
+    if _captures and (this_thread.rank is None or this_thread.rank in _captures):
+        raise SimulatedDeviceError(f"asked whether work is over while a graph is captured, at {describe(place())}")
