@@ -55,6 +55,17 @@ def mamba(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
     return y + final.sum().to(y.dtype)
 
 
+def selective(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
+    flat = x.flatten(2)
+    rates = -(x.new_ones(HEADS * DIM, DIM) * x.sum()).abs() / 4
+    y, last = weft.selective_scan(
+        flat, flat, rates, x[:, :, ::2], x[:, :, 1::2], D=rates[:, 0], z=flat, delta_bias=rates[:, 1],
+        delta_softplus=True, initial_state=rates[None], return_last_state=True, group=axis, **options,
+    )  # fmt: skip
+    assert last is not None
+    return y.view_as(x) + last.sum().to(y.dtype)
+
+
 def conv(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
     start = x.new_ones(1, HEADS * DIM, 2) * x.sum()
     weight = x.new_ones(HEADS * DIM, 3) + x.sum()
@@ -94,6 +105,8 @@ REFUSED: dict[str, Operation] = {
     "delta_rule zigzag": partial(delta, gate="scalar", layout="zigzag", method="ring"),
     "mamba2": mamba,
     "mamba2 zigzag": partial(mamba, layout="zigzag", method="ring"),
+    "selective_scan": selective,
+    "selective_scan zigzag": partial(selective, layout="zigzag", method="ring"),
     "short_conv": partial(conv, activation="silu"),
     "short_conv zigzag": partial(conv, layout="zigzag"),
     **{f"attention {method}": partial(softmax, method=method) for method in ("gather", "ring", "ulysses")},

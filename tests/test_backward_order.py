@@ -18,7 +18,8 @@ from weft.world.launch import ProcessWorld
 
 NAMES = (
     "linear_attention scalar", "linear_attention zigzag", "attention gather", "attention ring", "attention ulysses",
-    "delta_rule scalar", "mamba2", "short_conv zigzag", "exclusive_scan none", "exclusive_scan dense", "unshard",
+    "delta_rule scalar", "mamba2", "selective_scan", "short_conv zigzag", "exclusive_scan none",
+    "exclusive_scan dense", "unshard",
 )  # fmt: skip
 
 

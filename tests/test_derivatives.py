@@ -40,7 +40,11 @@ def test_a_gradient_penalty_is_refused_in_the_same_words_everywhere(name: str, s
 
     for words, first, wanted in virtual_world(size).run(program).results:
         given = name.split()[0]
-        operation = given if given in ("linear_attention", "delta_rule", "mamba2", "short_conv") else "attention"
+        operation = (
+            given
+            if given in ("linear_attention", "delta_rule", "mamba2", "selective_scan", "short_conv")
+            else "attention"
+        )
         assert words == (
             f"NotImplementedError: {operation}: second derivatives are not supported; detach its gradients, or leave "
             f"out create_graph=True"
@@ -169,6 +173,7 @@ def first_words(name: str) -> str:
         "linear": "linear_attention",
         "delta_": "delta_rule",
         "mamba2": "mamba2",
+        "select": "selective_scan",
         "short_": "short_conv",
         "exclus": "exclusive_scan",
         "unshar": "unshard",

@@ -120,8 +120,8 @@ def test_public_names() -> None:
     assert set(weft.__all__) == {
         "Axis", "BigramHashEmbedding", "RowExchange", "Sequence", "ShardedEmbedding", "attention",
         "broadcast_parameters", "clip_grad_norm_", "delta_rule", "exclusive_scan", "head_strides", "launch",
-        "linear_attention", "mamba2", "mean_loss", "optim", "record", "sequence", "shard", "short_conv", "unshard",
-        "world",
+        "linear_attention", "mamba2", "mean_loss", "optim", "record", "selective_scan", "sequence", "shard",
+        "short_conv", "unshard", "world",
     }  # fmt: skip
     assert all(callable(getattr(weft, name)) for name in weft.__all__ if name not in ("optim", "world"))
     assert set(weft.optim.__all__) == {

@@ -181,6 +181,13 @@ def _mamba2(axis: weft.Axis, with_sequence: bool = False) -> Call:
     return lambda **changes: weft.mamba2(**{**right, **where, **changes})[0]
 
 
+def _selective_scan(axis: weft.Axis, with_sequence: bool = False) -> Call:
+    u = _q(axis.rank).flatten(2)
+    right = {"u": u, "delta": u.abs(), "A": -torch.ones(4, 2), "B": u[..., :2], "C": u[..., 2:]}
+    where: dict[str, Any] = {"sequence": weft.sequence(4, group=axis)} if with_sequence else {"group": axis}
+    return lambda **changes: weft.selective_scan(**{**right, **where, **changes})[0]
+
+
 def _short_conv(axis: weft.Axis, with_sequence: bool = False) -> Call:
     x = _q(axis.rank).flatten(2)
     where: dict[str, Any] = {"sequence": weft.sequence(4, group=axis)} if with_sequence else {"group": axis}
@@ -420,6 +427,10 @@ SUBJECTS = {
     "delta_rule with a sequence": Subject(lambda axis: _delta_rule(axis, True), weft.delta_rule, tells=False),
     "mamba2": Subject(_mamba2, weft.mamba2),
     "mamba2 with a sequence": Subject(lambda axis: _mamba2(axis, True), weft.mamba2, tells=False),
+    "selective_scan": Subject(_selective_scan, weft.selective_scan),
+    "selective_scan with a sequence": Subject(
+        lambda axis: _selective_scan(axis, True), weft.selective_scan, tells=False
+    ),
     "short_conv": Subject(_short_conv, weft.short_conv),
     "short_conv with a sequence": Subject(lambda axis: _short_conv(axis, True), weft.short_conv, tells=False),
     "exclusive_scan": Subject(_exclusive_scan, weft.exclusive_scan, tells=False),

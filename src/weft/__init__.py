@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.ops.linear_attention import linear_attention
     from weft.ops.mamba2 import mamba2
     from weft.ops.scan import exclusive_scan
+    from weft.ops.selective_scan import selective_scan
     from weft.ops.sequence import Sequence, mean_loss, sequence, shard, unshard
     from weft.ops.short_conv import short_conv
     from weft.optim import broadcast_parameters, clip_grad_norm_
@@ -44,6 +45,7 @@ __all__ = [
     "mean_loss",
     "optim",
     "record",
+    "selective_scan",
     "sequence",
     "shard",
     "short_conv",

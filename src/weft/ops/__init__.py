@@ -8,7 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-_FAMILIES = ("attention", "delta_rule", "embedding", "linear_attention", "mamba2", "scan", "sequence", "short_conv")
+_FAMILIES = (
+    "attention",
+    "delta_rule",
+    "embedding",
+    "linear_attention",
+    "mamba2",
+    "scan",
+    "selective_scan",
+    "sequence",
+    "short_conv",
+)
 
 
 def __getattr__(name: str) -> ModuleType:
