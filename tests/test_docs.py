@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from delta_recurrence import delta_reference
 from published import Published
 from recurrence import reference
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def execute(block: str, **names: Any) -> Names:
 
 def test_every_block_has_a_test() -> None:
     assert {name: len(blocks) for name, blocks in OURS.items()} == {
-        "LASP": 1, "flash-linear-attention": 2, "ring-flash-attention": 2, "Emerging-Optimizers": 1, "Sparse": 2,
+        "LASP": 1, "flash-linear-attention": 3, "ring-flash-attention": 2, "Emerging-Optimizers": 1, "Sparse": 2,
     }  # fmt: skip
     assert OURS.keys() == THEIRS.keys()
 
@@ -115,7 +116,7 @@ def gated(seed: int) -> dict[str, Tensor]:
 
 
 def test_flash_linear_attention() -> None:
-    packed, with_states = OURS["flash-linear-attention"]
+    packed, with_states, _ = OURS["flash-linear-attention"]
     lengths = BOUNDS.diff().tolist()
     compare(packed, lambda q, k, v, g: reference(q, k, v, g, 0.5, None, lengths)[0], gated(1), 1, "zigzag")
     inputs, entering = gated(5), draw(4, 1, 2, 4, 4)
@@ -126,6 +127,21 @@ def test_flash_linear_attention() -> None:
     leaving = reference(*inputs.values(), 0.5, entering, [24])[1]
     for found in ranks:
         torch.testing.assert_close(found["state"], leaving)
+
+
+def test_flash_linear_attention_by_its_names() -> None:
+    block = OURS["flash-linear-attention"][2]
+    weight = draw(7, 8, 4)
+
+    def wanted(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        mixed = nn.functional.conv1d(v.flatten(2).mT, weight.unsqueeze(1), padding=3, groups=8)[..., :24]
+        v = nn.functional.silu(mixed).mT.unflatten(2, (2, 4))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        start = v.new_zeros(len(BOUNDS) - 1, 2, 4, 4)
+        return delta_reference(q, k, v, beta, g, 0.5, start, BOUNDS.diff().tolist())[0]
+
+    inputs = {**gated(1), "beta": draw(8, 1, 24, 2).sigmoid()}
+    compare(block, wanted, inputs, 1, "contiguous", weight=weight)
 
 
 @pytest.mark.filterwarnings("ignore")

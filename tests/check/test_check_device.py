@@ -185,7 +185,8 @@ def test_the_page_says_what_is_checked() -> None:
     limits = {name: int(number) for name, number in re.findall(r"^\| ([^|]+) \| (\d) \|", page, re.MULTILINE)}
     words = {
         "exclusive_scan": "`weft.exclusive_scan`", "linear_attention": "`weft.linear_attention`",
-        "attention": "`weft.attention`", "ShardedAdamW": "`weft.optim.ShardedAdamW`", "REKLS": "`weft.optim.REKLS`",
+        "mamba2": "`weft.mamba2`", "attention": "`weft.attention`",
+        "ShardedAdamW": "`weft.optim.ShardedAdamW`", "REKLS": "`weft.optim.REKLS`",
         "OverlappedStep": "`weft.optim.OverlappedStep` with `clip`",
         "the model of weft train": "a step of `weft train`",
     }  # fmt: skip

@@ -45,6 +45,9 @@ def linear_attention_cases(device: torch.device) -> Iterator[Case]:
     for gate, backend, dtype in product(GATES, backends, (torch.float32, torch.bfloat16)):
         name = call_name("linear_attention", gate, backend, dtype_name(dtype))
         yield Case("linear-attention", name, partial(_linear_attention, gate, backend, dtype), dtype, local=True)
+    for backend, dtype in product(backends, (torch.float32, torch.bfloat16)):
+        name = call_name("mamba2", backend, dtype_name(dtype))
+        yield Case("linear-attention", name, partial(_mamba2, backend, dtype), dtype, local=True)
 
 
 def _linear_attention(gate: str, backend: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
@@ -56,6 +59,20 @@ def _linear_attention(gate: str, backend: str, dtype: torch.dtype, axis: Axis, d
     where = weft.sequence(cut[0].shape[1], layout="zigzag", cu_seqlens=bounds, group=axis)
     used = backend if runs_behind(device) else "torch"
     return lambda: with_gradients(lambda: weft.linear_attention(*given, sequence=where, backend=used)[0], given, weight)
+
+
+def _mamba2(backend: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
+    q, k, v, g = _gated(axis.size, "scalar", dtype)
+    x, dt, weight = v.repeat(1, 1, 2, 1), -g.repeat(1, 1, 2), draw(9, *v.shape, dtype=dtype).repeat(1, 1, 2, 1)
+    x, dt, B, C, z, weight = (weft.shard(one, 1, group=axis) for one in (x, dt, k, q, x, weight))
+    given = leaves([x, dt, -draw(5, 4).abs().float(), B, C, draw(6, 4).float(), z], device)
+    where, used = weft.sequence(x.shape[1], group=axis), backend if runs_behind(device) else "torch"
+    weight = weight.to(device)
+
+    def work() -> Tensor:
+        return weft.mamba2(*given[:5], D=given[5], z=given[6], dt_softplus=True, sequence=where, backend=used)[0]
+
+    return lambda: with_gradients(work, given, weight)
 
 
 def _gated(ranks: int, gate: str, dtype: torch.dtype) -> list[Tensor]:

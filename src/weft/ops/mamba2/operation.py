@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from weft.comm import Axis
-from weft.comm.function import eager, outside_autocast
+from weft.comm.function import eager
 from weft.ops.linear_attention.operation import choose_backend
 from weft.ops.mamba2.arguments import Mamba2Scan, Options, read_options
 from weft.ops.sequence.layout import Sequence, read_on_axis
@@ -76,18 +76,17 @@ def mamba2(
         return read_options(axis.rank, given, where, how)
 
     axis, options = read_on_axis("mamba2", group, sequence, reading)
-    with outside_autocast():
-        steps = _time_steps(dt, dt_bias, options)
-        q, k = (one.to(options.dtype) for one in (C, B))
-        v, g = (x * steps.unsqueeze(-1)).to(options.dtype), A.to(steps.dtype) * steps
-        start = None if initial_states is None else initial_states.mT.contiguous()
-        kernels = choose_backend(backend, q, v, g, options.chunk_size)
-        y, final = Mamba2Scan.apply(q, k, v, g, start, options, axis, sequence, kernels)
-        if D is not None:
-            y = y + x * D.to(steps.dtype).reshape(len(A), -1)
-        if z is not None:
-            y = y * silu(z.to(steps.dtype))
-        return y.to(x.dtype), None if final is None else final.mT.contiguous()
+    steps = _time_steps(dt, dt_bias, options)
+    q, k = (one.to(options.dtype) for one in (C, B))
+    v, g = (x * steps.unsqueeze(-1)).to(options.dtype), A.to(steps.dtype) * steps
+    start = None if initial_states is None else initial_states.mT.contiguous()
+    kernels = choose_backend(backend, q, v, g, options.chunk_size)
+    y, final = Mamba2Scan.apply(q, k, v, g, start, options, axis, sequence, kernels)
+    if D is not None:
+        y = y + x * D.to(steps.dtype).reshape(len(A), -1)
+    if z is not None:
+        y = y * silu(z.to(steps.dtype))
+    return y.to(x.dtype), None if final is None else final.mT.contiguous()
 
 
 def _time_steps(dt: Tensor, bias: Tensor | None, options: Options) -> Tensor:
