@@ -43,7 +43,7 @@ SOME = ["qwen3_next", "kimi_linear", "lfm2", "nemotron_h"]  # one of each operat
 
 def checkpoint(model: Any, reentrant: bool) -> None:
     model.train()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
 def packed_rows() -> dict[str, Tensor]:
