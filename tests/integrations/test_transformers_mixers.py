@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -377,3 +378,9 @@ def test_positions_of_qwen3_5_and_the_masks_of_granite() -> None:
             return shared(cp, model, batch, own_loss=False)
 
         assert distance(sum_of(virtual_world(3).run(run).results), wanted) < 2e-5, name
+
+
+def test_the_docs_name_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    for name in (*FAMILIES, *REFUSED):
+        assert f"`{name}`" in page, name
