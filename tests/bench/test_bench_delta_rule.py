@@ -65,6 +65,13 @@ def test_flops_are_those_of_the_algorithm_at_chunk_64() -> None:
     assert 3 < flops(64, 1, 128, both=True) / flops(64, 1, 128, both=False) < 4
 
 
+def test_tokens_that_do_not_fit_are_refused() -> None:
+    for ranks, tokens in ((2, 96), (3, 64)):
+        pool = RankPool(ranks, True, lambda run, *args: [])
+        with pytest.raises(ValueError, match=f"--tokens {tokens} must be a multiple of 64 .* and of the {ranks} ranks"):
+            cases.run(pool, Report({}, None, False, {}), repeats=1, tokens=tokens, heads=2, h100_ranks=())
+
+
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_tables_of_the_benchmark(monkeypatch, capsys, is_installed: bool) -> None:
     if not is_installed:

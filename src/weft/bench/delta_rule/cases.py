@@ -77,6 +77,9 @@ RANKS = (
 
 def run(pool: RankPool, report: Report, repeats: int, tokens: int, heads: int, h100_ranks: Sequence[int]) -> None:
     """Measure the kernel and the ranks; a table's rows are kept as far as they were measured. Then simulate."""
+    if tokens % CHUNK or tokens % pool.size:
+        where = f"{CHUNK} (fla's naive operations take whole chunks) and of the {pool.size} ranks"
+        raise ValueError(f"bench delta-rule: --tokens {tokens} must be a multiple of {where}")
     if pool.reports and _naive("scalar") is None:
         print("fla-core is not installed: no rows of its naive operations", file=sys.stderr)
     shape = f"B1 H{heads} fp32"
