@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.ops.delta_rule.chunk import ChunkStates, Inputs, TileFactors
+from weft.ops.delta_rule.chunk import ChunkStates, Inputs, TileTokens
 from weft.ops.scan.grid import Grid, Tile
 
 
@@ -33,99 +33,108 @@ class ChunkBackward:
             self.maps = transition.mT, left.permute(0, 2, 3, 1) @ do.to(grid.dtype).transpose(1, 2)
 
     def intra(self) -> None:
-        """All that needs no gradient of the leaving states: the forward again, and what do alone gives."""
-        grid, laid = self._grid, self._inputs.lay(self._grid)
+        """All that needs no gradient of the leaving states: the forward again, dq, and what do alone gives."""
+        grid, given = self._grid, self._inputs
+        self._laid = laid = given.lay(grid)
         start = grid.split_states(self._entering)
-        chain = ChunkStates(grid, grid.zero_states() if start is None else start)
-        self._parts: list[TileBackward] = []
+        self._chain = chain = ChunkStates(grid, grid.zero_states() if start is None else start)
+        self._back = back = GradientStates(grid)
+        self._w, self._pairs = grid.empty_table(grid.chunk, grid.key_dim), grid.empty_table(grid.chunk, grid.chunk)
+        self._inverses: list[Tensor] = []
+        self._dq, self._dk = (grid.empty_tokens(grid.heads, grid.key_dim) for _ in range(2))
+        self._dg = None if laid.g is None else grid.empty_tokens(grid.value_heads, laid.g.shape[-1])
+        one = grid.identity(grid.chunk)
         for tile in grid.tiles:
-            factors = TileFactors(grid, tile, laid)
-            q, do = grid.copy(laid.q, tile), grid.copy(self._do, tile)
-            self._parts.append(TileBackward(factors, q, do, *chain.advance(factors), self._scale))
+            tokens, v = TileTokens(grid, tile, laid), grid.take("v", laid.v, tile)
+            k, decay, w, values = tokens.k, tokens.decay, grid.at(self._w, tile), grid.at(chain.values, tile)
+            self._inverses.append(tokens.solve(v, one, grid.at(self._pairs, tile), w, values))
+            chain.advance(tile, w, decay.to_end(k, "to end"), decay.whole)
+            q, do = grid.take("q", laid.q, tile), grid.take("do", self._do, tile).mul_(self._scale)
+            scores = decay.pairs(q, k, out=grid.buffer("pairs", len(q), grid.chunk, grid.chunk))
+            queries = decay.from_start(q, "from start")
+            torch.bmm(scores.mT, do, out=grid.at(back.values, tile))
+            torch.bmm(queries.mT, do, out=grid.at(back.states, tile))
+            grad = torch.bmm(do, values.mT, out=grid.buffer("grad", *scores.shape))
+            dq = torch.bmm(do, grid.at(chain.states, tile).mT, out=grid.buffer("dx", *q.shape))
+            dq, dk = decay.from_start_backward(queries, dq), grid.buffer("dk", *k.shape).zero_()
+            decay.pairs_backward(q, k, scores, grad, dq, dk)
+            grid.put(self._dq, dq, tile, add=False)
+            grid.put(self._dk, dk, tile, add=False)
+            if self._dg is not None and (dg := decay.log_grad()) is not None:
+                grid.put(self._dg, dg, tile, add=False)
 
     def finish(self, grad_leaving: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dv, dbeta, dg (None without decay) and the gradient of the entering states."""
-        grid, given = self._grid, self._inputs
+        grid, given, laid, chain, back = self._grid, self._inputs, self._laid, self._chain, self._back
         arrived = grid.split_states(grad_leaving)
-        chain = GradientStates(grid, grid.zero_states() if arrived is None else arrived)
-        heads, logs = grid.value_heads, 0 if given.g is None else 1 if given.g.dim() == 3 else grid.key_dim
-        shared, values = grid.empty_tokens(grid.heads, 2 * grid.key_dim), grid.empty_tokens(heads, grid.value_dim)
-        rates = grid.empty_tokens(heads, 1 + logs)
-        for part in reversed(self._parts):
-            dq, dk, dv, rate = part.gradients(*chain.go_back(part))
-            tile = part.factors.tile
-            grid.put(shared, torch.cat([dq, dk], dim=-1), tile, add=False)
-            grid.put(values, dv, tile, add=False)
-            grid.put(rates, rate, tile, add=False)
-        self._parts = []
-        dq, dk = grid.restore(shared, given.q.dtype).split(grid.key_dim, dim=-1)
-        rate = grid.restore(rates, grid.dtype)
-        dg = None if given.g is None else rate[..., 1:].reshape(given.g.shape).to(given.g.dtype)
-        dv, dbeta = grid.restore(values, given.v.dtype), rate[..., 0].to(given.beta.dtype)
-        return dq, dk, dv, dbeta, dg, grid.join_states(chain.entering)
+        grads = grid.zero_states() if arrived is None else arrived
+        entering = grads.clone()
+        values, rates = grid.empty_tokens(grid.value_heads, grid.value_dim), grid.empty_tokens(grid.value_heads, 1)
+        for tile in reversed(grid.tiles):
+            tokens, v = TileTokens(grid, tile, laid), grid.take("v", laid.v, tile)
+            k, beta, decay = tokens.k, tokens.beta, tokens.decay
+            keys = decay.to_end(k, "to end")
+            back.go_back(tile, grid.at(self._w, tile), keys, decay.whole, grads, entering)
+            state, value, pairs = grid.at(chain.states, tile), grid.at(chain.values, tile), grid.at(self._pairs, tile)
+            leaving = grid.at(back.states, tile, 1)
+            dk = torch.bmm(value, leaving.mT, out=grid.buffer("dk", *k.shape))
+            dk = decay.to_end_backward(keys, dk)
+            decay.whole_backward(state, leaving)
+            y = torch.bmm(self._inverses.pop().mT, grid.at(back.values, tile), out=grid.buffer("out", *v.shape))
+            from_start, dx = decay.from_start(k, "from start"), grid.buffer("dx", *k.shape)
+            torch.baddbmm(dx, y, state.mT, beta=0, alpha=-1, out=dx)
+            below = grid.buffer("grad", *pairs.shape)
+            torch.baddbmm(below, y, value.mT, beta=0, alpha=-1, out=below).tril_(-1)
+            dbeta = sum_of_products(grid, y, v) + sum_of_products(grid, dx, from_start)
+            grid.put(rates, dbeta.add_(sum_of_products(grid, below, pairs)), tile, add=False)
+            dk += decay.from_start_backward(from_start, dx.mul_(beta))
+            decay.pairs_backward(k, k, pairs, below.mul_(beta), dk, dk)
+            grid.put(self._dk, dk, tile, add=True)
+            grid.put(values, y.mul_(beta), tile, add=False)
+            if self._dg is not None and (dg := decay.log_grad()) is not None:
+                grid.put(self._dg, dg, tile, add=True)
+        chain.give_back()
+        grid.give_back(self._w, self._pairs, back.states, back.values)
+        del self._w, self._pairs, self._chain, self._back, self._laid
+        dq, dk = grid.restore(self._dq, given.q.dtype), grid.restore(self._dk, given.k.dtype)
+        dv, dbeta = grid.restore(values, given.v.dtype), grid.restore(rates, given.beta.dtype).squeeze(-1)
+        logs = None if given.g is None or self._dg is None else grid.restore(self._dg, given.g.dtype)
+        dg = None if logs is None or given.g is None else logs.view(given.g.shape)
+        return dq, dk, dv, dbeta, dg, grid.join_states(entering)
 
 
-class TileBackward:
-    """A tile of chunks in the backward: what was computed again, and dN and dS as far as do alone makes them."""
-
-    def __init__(
-        self, factors: TileFactors, q: Tensor, do: Tensor, states: Tensor, values: Tensor, scale: float
-    ) -> None:
-        self.factors, self._q, self._states, self._values = factors, q, states, values
-        self._do = do * scale
-        self._queries = factors.decay.from_start(q)
-        self._pairs = factors.decay.pairs(q, factors.k)
-        self.grad_values = self._pairs.mT @ self._do  # dN so far
-        self.grad_states = self._queries.mT @ self._do  # dS so far
-
-    def gradients(self, leaving: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and [dbeta | dg] of the tile, [n, C, D]; ``leaving`` is dS' of its chunks, ``grad_values`` dN."""
-        own, decay, states, values = self.factors, self.factors.decay, self._states, self._values
-        dq, dk = decay.pairs_backward(self._q, own.k, self._pairs, self._do @ values.mT)
-        dq = dq + decay.from_start_backward(self._queries, self._do @ states.mT)
-        dk = dk + decay.to_end_backward(own.to_end, values @ leaving.mT)
-        decay.whole_backward(states, leaving)
-        y = own.inverse.mT @ grad_values
-        from_start = (y @ states.mT).neg_()
-        below = (y @ values.mT).neg_().tril_(-1)
-        dbeta = (y * own.v).sum(-1) + (from_start * own.from_start).sum(-1) + (below * own.pairs).sum(-1)
-        dk += decay.from_start_backward(own.from_start, own.beta * from_start)
-        for part in decay.pairs_backward(own.k, own.k, own.pairs, own.beta * below):
-            dk += part
-        rates = dbeta.unsqueeze(-1)
-        return dq, dk, own.beta * y, rates if decay.grad is None else torch.cat([rates, decay.grad], dim=-1)
+def sum_of_products(grid: Grid, x: Tensor, y: Tensor) -> Tensor:
+    """Of the last dimension, which stays as 1."""
+    return torch.mul(x, y, out=grid.buffer("product", *x.shape)).sum(-1, keepdim=True)
 
 
 class GradientStates:
-    """The recurrence over chunks from the last to the first: dS' and dN, tile by tile.
+    """The recurrence over chunks from the last to the first, tile by tile.
 
-    ``leaving`` [N, B, HV, K, V] are the gradients of the states that leave the segments.
+    Slot m of ``states`` holds first what do alone gives to the state that enters chunk m, and in the end the gradient
+    of the state that leaves chunk m-1; ``values`` are dN, first as far as do alone makes them.
     """
 
-    def __init__(self, grid: Grid, leaving: Tensor) -> None:
-        self._grid, self._leaving, self.entering = grid, leaving, leaving.clone()
-        self._current = leaving.new_empty(leaving.shape[1:])
+    def __init__(self, grid: Grid) -> None:
+        self._grid, self.states, self.values = grid, grid.empty_states(), grid.empty_table(grid.chunk, grid.value_dim)
 
-    def go_back(self, part: TileBackward) -> tuple[Tensor, Tensor]:
-        """(dS' of the tile's chunks [n, K, V], dN [n, C, V]). Tiles come in reverse order."""
-        grid, factors = self._grid, part.factors
-        tile: Tile = factors.tile
-        leaving, grad_values = [], []
-        for number, m in reversed(list(enumerate(range(tile.m.start, tile.m.stop)))):
-            s = grid.owner[m]
-            first, last = grid.spans[s][0], grid.spans[s][1] - 1
-            current = self._current[tile.b]
-            if m == last:
-                current.copy_(self._leaving[s, tile.b])
-            grad = current.flatten(0, 1).clone()
-            keys, w = factors.chunk(factors.to_end, number), factors.chunk(factors.w, number)
-            grad_value = torch.baddbmm(factors.chunk(part.grad_values, number), keys, grad)
-            before = torch.baddbmm(factors.chunk(part.grad_states, number), w.mT, grad_value, alpha=-1)
-            decay = factors.decay.whole
-            before = before + grad if decay is None else before.addcmul_(grad, factors.chunk(decay, number))
-            current.copy_(before.view_as(current))
-            if m == first:
-                self.entering[s, tile.b] = current
-            leaving.append(grad)
-            grad_values.append(grad_value)
-        return torch.cat(leaving[::-1]), torch.cat(grad_values[::-1])
+    def go_back(
+        self, tile: Tile, w: Tensor, keys: Tensor, whole: Tensor | None, leaving: Tensor, entering: Tensor
+    ) -> None:
+        """Go through a tile; tiles come in reverse order. ``leaving`` [N, B, HV, K, V] are the gradients of what leaves
+        the segments, those of what enters them are written.
+        """
+        grid = self._grid
+        states, values = grid.steps(self.states, tile, more=1), grid.steps(self.values, tile)
+        each_w, each_key = grid.split(w.mT, tile), grid.split(keys, tile)
+        decays = None if whole is None else grid.split(whole, tile)
+        for step in reversed(range(tile.shape[0])):
+            m = tile.m.start + step
+            s, before, after = grid.owner[m], states[step], states[step + 1]
+            if m == grid.spans[s][1] - 1:
+                self.states[m + 1, tile.b] = leaving[s, tile.b]
+            value = values[step].baddbmm_(each_key[step], after)
+            before.add_(after) if decays is None else before.addcmul_(after, decays[step])
+            before.baddbmm_(each_w[step], value, alpha=-1)
+            if m == grid.spans[s][0]:
+                entering[s, tile.b] = self.states[m, tile.b]

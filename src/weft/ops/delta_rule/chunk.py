@@ -44,104 +44,104 @@ class Inputs:
         return Inputs(grid.lay(self.q), grid.lay(self.k), grid.lay(self.v), beta, laid)
 
 
-class TileFactors:
-    """What the chunks of a tile do to any state: k, beta, v [n, C, D], W, U and the inverse [n, C, C]."""
+class TileTokens:
+    """The keys of a tile [n, C, K], beta [n, C, 1] and the decay between its tokens."""
 
-    def __init__(self, grid: Grid, tile: Tile, inputs: Inputs) -> None:
-        self.tile, self.k, self.v = tile, grid.copy(inputs.k, tile), grid.copy(inputs.v, tile)
-        self.beta = grid.copy(inputs.beta, tile)
-        log = None if inputs.g is None else grid.copy(inputs.g, tile)
-        self.decay: Decay = decay_of(log, grid.chunk, self.k)
-        self.from_start, self.to_end = self.decay.from_start(self.k), self.decay.to_end(self.k)
-        self.pairs = self.decay.pairs(self.k, self.k)
-        one = torch.eye(grid.chunk, dtype=grid.dtype, device=grid.device)
+    def __init__(self, grid: Grid, tile: Tile, laid: Inputs) -> None:
+        self.k, self.beta = grid.take("k", laid.k, tile), grid.take("beta", laid.beta, tile)
+        self.decay: Decay = decay_of(grid, None if laid.g is None else grid.take("g", laid.g, tile))
+
+    def solve(self, v: Tensor, one: Tensor, pairs: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        """(I + A)^-1 [n, C, C]; written are the decayed ``pairs`` of keys behind A, ``w`` and ``u``."""
+        triangle = torch.mul(self.decay.pairs(self.k, self.k, out=pairs), self.beta)
         # By substitution: a series of powers loses everything where keys are alike.
-        self.inverse = torch.linalg.solve_triangular(self.beta * self.pairs, one, upper=False, unitriangular=True)
-        self.w, self.u = self.inverse @ (self.beta * self.from_start), self.inverse @ (self.beta * self.v)
-
-    def chunk(self, x: Tensor, number: int) -> Tensor:
-        """x [n, ...] of the tile's chunk ``number``, all batch rows and heads."""
-        return x.unflatten(0, (self.tile.shape[0], -1))[number]
+        inverse = torch.linalg.solve_triangular(triangle, one, upper=False, unitriangular=True)
+        weighted = torch.mul(inverse, self.beta.mT, out=triangle)
+        torch.bmm(weighted, self.decay.from_start(self.k, "from start"), out=w)
+        torch.bmm(weighted, v, out=u)
+        return inverse
 
 
 class ChunkStates:
-    """The recurrence over chunks: the states that enter them and N, tile by tile.
+    """The recurrence over chunks: the states that enter them, ``states``, and N, ``values``, tile by tile.
 
-    ``start`` [N, B, HV, K, columns] enters the segments; U is zero in columns beyond V.
+    ``start`` [N, B, HV, K, columns] enters the segments, ``leaving`` leaves them. Columns that have no U of their own
+    (``mapped``) are those of M. ``states`` and ``values`` are borrowed of the grid.
     """
 
-    def __init__(self, grid: Grid, start: Tensor) -> None:
-        self._grid, self._start, self.leaving = grid, start, start.clone()
-        self._current = start.new_empty(start.shape[1:])
+    def __init__(self, grid: Grid, start: Tensor, mapped: bool = False) -> None:
+        self._grid, self._start, self._mapped, self.leaving = grid, start, mapped, start.clone()
+        self.states = grid.borrow(grid.chunks + 1, *start.shape[1:])
+        self.values = grid.empty_table(grid.chunk, start.shape[-1])
 
-    def advance(self, factors: TileFactors) -> tuple[Tensor, Tensor]:
-        """(states entering the tile's chunks [n, K, columns], N [n, C, columns]). Tiles come in order."""
-        grid, tile = self._grid, factors.tile
-        states, values = [], []
-        for number, m in enumerate(range(tile.m.start, tile.m.stop)):
-            s = grid.owner[m]
-            first, last = grid.spans[s][0], grid.spans[s][1] - 1
-            current = self._current[tile.b]
-            if m == first:
-                current.copy_(self._start[s, tile.b])
-            state = current.flatten(0, 1).clone()
-            value = factors.chunk(factors.w, number) @ state
-            u = value[..., : grid.value_dim]
-            torch.sub(factors.chunk(factors.u, number), u, out=u)
-            value[..., grid.value_dim :].neg_()
-            decay = factors.decay.whole
-            after = state if decay is None else state * factors.chunk(decay, number)
-            after = torch.baddbmm(after, factors.chunk(factors.to_end, number).mT, value)
-            current.copy_(after.view_as(current))
-            if m == last:
-                self.leaving[s, tile.b] = current
-            states.append(state)
-            values.append(value)
-        return torch.cat(states), torch.cat(values)
+    def advance(self, tile: Tile, w: Tensor, keys: Tensor, whole: Tensor | None) -> None:
+        """Go through a tile; ``values`` holds its U. Tiles come in order."""
+        grid, first = self._grid, tile.m.start
+        states, values = grid.steps(self.states, tile, more=1), grid.steps(self.values, tile)
+        each_w, each_key = grid.split(w, tile), grid.split(keys.mT, tile)
+        decays = None if whole is None else grid.split(whole, tile)
+        for step, (value, mine, key) in enumerate(zip(values, each_w, each_key, strict=True)):
+            m = first + step
+            s, state, after = grid.owner[m], states[step], states[step + 1]
+            if m == grid.spans[s][0]:
+                self.states[m, tile.b] = self._start[s, tile.b]
+            torch.baddbmm(value, mine, state, beta=0 if self._mapped else 1, alpha=-1, out=value)
+            if decays is None:
+                torch.baddbmm(state, key, value, out=after)
+            else:
+                torch.mul(state, decays[step], out=after).baddbmm_(key, value)
+            if m == grid.spans[s][1] - 1:
+                self.leaving[s, tile.b] = self.states[m + 1, tile.b]
+
+    def give_back(self) -> None:
+        self._grid.give_back(self.states, self.values)
+        del self.states, self.values
 
 
 class ChunkForward:
     """Forward of one run of a rank, from the states that ``start`` its segments; None: zero.
 
     ``enters``: its one segment goes on from another run, whose state comes later. ``maps`` is (M [B, HV, K, K], None if
-    nothing enters; the state that leaves [B*N, HV, K, V], from a zero start if one enters).
+    nothing enters; the state that leaves [B*N, HV, K, V], from a zero start if one enters). If nobody ``waits`` for
+    them, outputs are computed on the way.
     """
 
     def __init__(
-        self, inputs: Inputs, scale: float, lengths: list[int], chunk_size: int, start: Tensor | None, enters: bool
-    ) -> None:
+        self, inputs: Inputs, scale: float, lengths: list[int], chunk_size: int, start: Tensor | None, enters: bool,
+        waits: bool,
+    ) -> None:  # fmt: skip
         self._grid = grid = Grid(inputs.q, inputs.v, lengths, chunk_size)
-        self._dtype, self._scale, self._enters = inputs.v.dtype, scale, enters
-        laid = inputs.lay(grid)
-        self._q = laid.q
+        self._dtype, self._scale, self._laid = inputs.v.dtype, scale, inputs.lay(grid)
         given = grid.split_states(start)
-        first = grid.zero_states() if given is None else given
+        own = ChunkStates(grid, grid.zero_states() if given is None else given)
+        self._chains = [own]
         if enters:
-            one = torch.eye(grid.key_dim, dtype=grid.dtype, device=grid.device)
-            first = torch.cat([first, one.expand(*first.shape[:-2], -1, -1)], dim=-1)
-        chain = ChunkStates(grid, first)
-        self._parts: list[tuple[TileFactors, Tensor, Tensor]] = []
+            one = grid.identity(grid.key_dim).expand(1, grid.batch, grid.value_heads, -1, -1)
+            self._chains.append(ChunkStates(grid, one, mapped=True))
+        self._found = [grid.empty_tokens(grid.value_heads, chain.states.shape[-1]) for chain in self._chains]
+        self._later = grid.tiles if waits else []
+        one = grid.identity(grid.chunk)
         for tile in grid.tiles:
-            factors = TileFactors(grid, tile, laid)
-            self._parts.append((factors, *chain.advance(factors)))
-        leaving = grid.join_states(chain.leaving)
-        values = grid.value_dim
-        self.maps = leaving[..., values:].contiguous() if enters else None, leaving[..., :values].contiguous()
+            tokens, v = TileTokens(grid, tile, self._laid), grid.take("v", self._laid.v, tile)
+            w, u = grid.buffer("w", *tokens.k.shape), grid.at(own.values, tile)
+            tokens.solve(v, one, grid.buffer("pairs", len(w), grid.chunk, grid.chunk), w, u)
+            keys = tokens.decay.to_end(tokens.k, "to end")
+            for chain in self._chains:
+                chain.advance(tile, w, keys, tokens.decay.whole)
+            if not waits:
+                write_outputs(grid, tile, tokens, self._laid.q, self._chains, self._found, scale)
+        self.maps = grid.join_states(self._chains[1].leaving) if enters else None, grid.join_states(own.leaving)
 
     def intra(self) -> None:
         """Outputs as far as they are known, and what the entering state will be multiplied by."""
-        grid = self._grid
-        self._o = grid.empty_tokens(grid.value_heads, grid.value_dim)
-        left = grid.empty_tokens(grid.value_heads, grid.key_dim) if self._enters else None
-        for factors, states, values in self._parts:
-            q = grid.copy(self._q, factors.tile)
-            out = factors.decay.from_start(q) @ states
-            out.baddbmm_(factors.decay.pairs(q, factors.k), values).mul_(self._scale)
-            grid.put(self._o, out[..., : grid.value_dim], factors.tile, add=False)
-            if left is not None:
-                grid.put(left, out[..., grid.value_dim :], factors.tile, add=False)
-        self._parts = []
-        self.left = None if left is None else grid.restore(left, grid.dtype)  # [B, T, HV, K]
+        for tile in self._later:
+            tokens = TileTokens(self._grid, tile, self._laid)
+            write_outputs(self._grid, tile, tokens, self._laid.q, self._chains, self._found, self._scale)
+        for chain in self._chains:
+            chain.give_back()
+        self._o, *left = self._found
+        self.left = self._grid.restore(left[0], self._grid.dtype) if left else None  # [B, T, HV, K]
+        del self._chains, self._laid, self._found
 
     def finish(self, entering: Tensor | None) -> Tensor:
         """o [B, T, HV, V], with what the state that entered [B, HV, K, V] adds."""
@@ -149,3 +149,18 @@ class ChunkForward:
         if self.left is not None and entering is not None:
             o += (self.left.transpose(1, 2) @ entering).transpose(1, 2)
         return o.to(self._dtype)
+
+
+def write_outputs(
+    grid: Grid, tile: Tile, tokens: TileTokens, laid_q: Tensor, chains: list[ChunkStates], found: list[Tensor],
+    scale: float,
+) -> None:  # fmt: skip
+    """What each chain's columns give to the outputs of a tile, into ``found`` on the grid."""
+    q = grid.take("q", laid_q, tile)
+    scores = tokens.decay.pairs(q, tokens.k, out=grid.buffer("pairs", len(q), grid.chunk, grid.chunk))
+    queries = tokens.decay.from_start(q, "from start")
+    for chain, target in zip(chains, found, strict=True):
+        states, values = grid.at(chain.states, tile), grid.at(chain.values, tile)
+        out = grid.buffer("out", *values.shape)
+        torch.baddbmm(out, queries, states, beta=0, alpha=scale, out=out)
+        grid.put(target, out.baddbmm_(scores, values, alpha=scale), tile, add=False)

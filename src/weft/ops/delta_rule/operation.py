@@ -15,8 +15,6 @@ from weft.ops.fused.tiling import choose_backend, find_triton_fault
 from weft.ops.scan.arguments import StateArguments
 from weft.ops.sequence.layout import Sequence, read_on_axis
 
-CHUNK_SIZE = 64
-
 
 @eager
 def delta_rule(
@@ -61,8 +59,9 @@ def delta_rule(
 
     ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given
     in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
-    ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to 64. ``backend`` is the local kernels: "torch",
-    "triton" (fused; CUDA, K and V up to 256, chunks up to 64, no fp64), or "auto": Triton on CUDA where it can.
+    ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is the local kernels:
+    "torch", "triton" (fused; CUDA, K and V up to 256, chunks up to 64, no fp64), or "auto": Triton on CUDA where it
+    can.
 
     >>> q = k = torch.nn.functional.normalize(torch.randn(1, 10, 2, 4), dim=-1)
     >>> o, state = delta_rule(q, k, torch.randn(1, 10, 2, 3), torch.rand(1, 10, 2), output_final_state=True)
@@ -79,13 +78,13 @@ def delta_rule(
 
     def read_options(axis: Axis) -> Options | Exception:
         def find_backend_fault(place: str) -> Exception | None:
-            size = chunk_size or CHUNK_SIZE
+            size = chunk_size or Options.chunk_size_on(q.device.type)
             if backend != "triton" or (reason := find_triton_fault(q, v, others, size, MAX_CHUNK)) is None:
                 return None
             return ValueError(f"delta_rule: backend 'triton' {reason} {place}; backend='torch' takes it")
 
         find_gate_fault = functools.partial(_find_gate_fault, q, v, beta, g)
-        return given.read(Options, axis.rank, CHUNK_SIZE, tuple(FORWARD), find_gate_fault, find_backend_fault)
+        return given.read(Options, axis.rank, tuple(FORWARD), find_gate_fault, find_backend_fault)
 
     axis, options = read_on_axis("delta_rule", group, sequence, read_options)
     kernels = choose_backend(backend, q, v, others, options.chunk_size, MAX_CHUNK)

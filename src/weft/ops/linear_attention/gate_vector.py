@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from weft.ops.linear_attention.gate import LOG2E, Gate, Gradients
-from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile, level_blocks, level_sizes
-
-# Blocks up to this many tokens are multiplied elementwise: products of matrices this small are all overhead.
-SMALL = 2
+from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile
+from weft.ops.scan.levels import halves, level_blocks, level_sizes, times, times_transposed
 
 
 class VectorGate(Gate):
@@ -57,7 +55,7 @@ class VectorGate(Gate):
         scores.diagonal(dim1=1, dim2=2).copy_(torch.mul(q, k, out=grid.buffer("dense_k", *q.shape)).sum(-1))
         levels = _levels(q.mul_(decay), k, decay)
         for level in levels:
-            level_blocks(scores, level.size).copy_(_times_transposed(level.q, level.k))
+            level_blocks(scores, level.size).copy_(times_transposed(level.q, level.k))
         return scores.mul_(self.scale), levels, decay
 
     def scores(self, tile: Tile) -> Tensor:
@@ -114,14 +112,9 @@ class Level:
 
     def __init__(self, size: int, q: Tensor, k: Tensor, decay: Tensor) -> None:
         self.size = size
-        self.q, self.k = _halves(q, size)[:, :, 1].clone(), _halves(k, size)[:, :, 0].clone()
-        halves = decay.unflatten(1, (-1, 2, 1))
-        self.first, self.second = halves[:, :, 0], halves[:, :, 1]
-
-
-def _halves(x: Tensor, size: int) -> Tensor:
-    """[n, C, K] -> [n, blocks, 2, size, K]."""
-    return x.unflatten(1, (-1, 2, size))
+        self.q, self.k = halves(q, size)[1].clone(), halves(k, size)[0].clone()
+        parts = decay.unflatten(1, (-1, 2, 1))
+        self.first, self.second = parts[:, :, 0], parts[:, :, 1]
 
 
 def _decay_half(x: Tensor, decay: Tensor, half: int) -> Tensor:
@@ -130,9 +123,9 @@ def _decay_half(x: Tensor, decay: Tensor, half: int) -> Tensor:
     On every level one half of each block is multiplied by the decay of the other. q has its own decay already.
     """
     for size in level_sizes(x.shape[1]):
-        halves = decay.unflatten(1, (-1, 2, 1))
-        _halves(x, size)[:, :, half].mul_(halves[:, :, 1 - half])
-        decay = halves[:, :, 0, 0] * halves[:, :, 1, 0]
+        parts = decay.unflatten(1, (-1, 2, 1))
+        halves(x, size)[half].mul_(parts[:, :, 1 - half])
+        decay = parts[:, :, 0, 0] * parts[:, :, 1, 0]
     return x
 
 
@@ -142,8 +135,8 @@ def _levels(q: Tensor, k: Tensor, decay: Tensor) -> list[Level]:
     for size in level_sizes(q.shape[1]):
         level = Level(size, q, k, decay)
         levels.append(level)
-        _halves(q, size)[:, :, 1].mul_(level.first)
-        _halves(k, size)[:, :, 0].mul_(level.second)
+        halves(q, size)[1].mul_(level.first)
+        halves(k, size)[0].mul_(level.second)
         decay = (level.first * level.second).squeeze(2)
     return levels
 
@@ -158,7 +151,7 @@ def _levels_backward(levels: list[Level], grad: Tensor, dq: Tensor) -> tuple[Ten
     dk = torch.zeros_like(dq)
     dlog = dq.new_zeros(dq.shape[0], 1, dq.shape[2])
     for level in reversed(levels):
-        dq_half, dk_half = _halves(dq, level.size)[:, :, 1], _halves(dk, level.size)[:, :, 0]
+        dq_half, dk_half = halves(dq, level.size)[1], halves(dk, level.size)[0]
         dq_half.mul_(level.first)
         dlog_first = dlog + (dq_half * level.q).sum(2)
         if level is not levels[-1]:  # no k has been through the last level yet
@@ -166,23 +159,6 @@ def _levels_backward(levels: list[Level], grad: Tensor, dq: Tensor) -> tuple[Ten
             dlog = dlog + (dk_half * level.k).sum(2)
         dlog = torch.stack([dlog_first, dlog], 2).flatten(1, 2)
         block = level_blocks(grad, level.size)
-        dq_half.add_(_times(block, level.k))
-        dk_half.add_(_times(block.mT, level.q))
+        dq_half.add_(times(block, level.k))
+        dk_half.add_(times(block.mT, level.q))
     return dk, dlog
-
-
-def _times_transposed(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T over the last two dimensions, [n, blocks, size, size]."""
-    if q.shape[2] <= SMALL:
-        return (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1)
-    return q @ k.mT
-
-
-def _times(block: Tensor, x: Tensor) -> Tensor:
-    """block [n, blocks, size, size] times x [n, blocks, size, K]."""
-    if x.shape[2] > SMALL:
-        return block @ x
-    product = block[..., :1] * x[:, :, :1]
-    for j in range(1, x.shape[2]):
-        product.addcmul_(block[..., j : j + 1], x[:, :, j : j + 1])
-    return product

@@ -10,11 +10,9 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.function import eager
 from weft.ops.fused.tiling import choose_backend, find_triton_fault
-from weft.ops.linear_attention.distributed import FORWARD, LinearAttention, Options
+from weft.ops.linear_attention.distributed import CHUNK_SIZE, FORWARD, LinearAttention, Options
 from weft.ops.scan.arguments import StateArguments
 from weft.ops.sequence.layout import Sequence, read_on_axis
-
-CHUNK_SIZE = 64  # what was fastest in `weft bench linear-attention` on a CPU
 
 
 @eager
@@ -78,7 +76,7 @@ def linear_attention(
             return ValueError(f"linear_attention: backend 'triton' {reason} {place}; backend='torch' takes it")
 
         find_gate_fault = functools.partial(_find_gate_fault, q, v, g)
-        return given.read(Options, axis.rank, CHUNK_SIZE, tuple(FORWARD), find_gate_fault, find_backend_fault)
+        return given.read(Options, axis.rank, tuple(FORWARD), find_gate_fault, find_backend_fault)
 
     axis, options = read_on_axis("linear_attention", group, sequence, read_options)
     kernels = choose_backend(backend, q, v, {"g": g}, options.chunk_size)

@@ -44,6 +44,11 @@ class StateOptions:
     chunk_size: int
     gradients: tuple[bool, ...]
 
+    @staticmethod
+    def chunk_size_on(device: str) -> int:
+        """Of a call that names none. Of the operation."""
+        raise NotImplementedError
+
     @property
     def kind(self) -> Kind:
         """What a document does to the state that enters it. Of the operation."""
@@ -81,7 +86,7 @@ class StateArguments:
     group: Any
 
     def read(
-        self, kind: type[OptionsT], rank: int, chunk_size: int, backends: tuple[str, ...],
+        self, kind: type[OptionsT], rank: int, backends: tuple[str, ...],
         find_gate_fault: Callable[[str], Exception | None], find_backend_fault: Callable[[str], Exception | None],
     ) -> OptionsT | Exception:  # fmt: skip
         """What the ranks must have in common, in options of ``kind``; or the first thing wrong with the arguments.
@@ -106,9 +111,9 @@ class StateArguments:
             or find_choice_fault(name, "backend", self.backend, rank, ("auto", *backends))
             or find_backend_fault(place)
         )
-        return fault or self._options(kind, chunk_size, *where)
+        return fault or self._options(kind, *where)
 
-    def _options(self, kind: type[OptionsT], chunk_size: int, layout: str, bounds: Bounds | None) -> OptionsT:
+    def _options(self, kind: type[OptionsT], layout: str, bounds: Bounds | None) -> OptionsT:
         q, v, g, initial = self.q, self.v, self.g, self.initial_state
         return kind(
             q=(q.shape[0], *q.shape[2:]),
@@ -123,7 +128,7 @@ class StateArguments:
             layout=layout,
             lengths=None if self.sequence is None else self.sequence.lengths,
             method=the_choice(self.method, ("auto", *METHODS)),
-            chunk_size=chunk_size if self.chunk_size is None else int(self.chunk_size),
+            chunk_size=kind.chunk_size_on(q.device.type) if self.chunk_size is None else int(self.chunk_size),
             gradients=tuple(
                 torch.is_grad_enabled() and t is not None and t.requires_grad
                 for t in (q, self.k, v, *self.rates.values(), g, initial)

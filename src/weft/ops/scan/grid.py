@@ -113,6 +113,10 @@ class Grid:
         """Zeros in the dtype of the arithmetic."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    def identity(self, size: int) -> Tensor:
+        """[size, size] in the dtype of the arithmetic."""
+        return torch.eye(size, dtype=self.dtype, device=self.device)
+
     def empty_tokens(self, heads: int, dim: int) -> Tensor:
         """A buffer on the grid, [M, B, heads, C, dim] in the arithmetic's dtype, laid out for `restore`."""
         shape = (self.batch, self.chunks, self.chunk, heads, dim)
@@ -120,18 +124,25 @@ class Grid:
 
     def empty_states(self) -> Tensor:
         """A buffer for the M + 1 states between the chunks of a batch row, [M+1, B, HV, K, V]."""
-        shape = (self.chunks + 1, self.batch, self.value_heads, self.key_dim, self.value_dim)
+        return self.borrow(self.chunks + 1, self.batch, self.value_heads, self.key_dim, self.value_dim)
+
+    def empty_table(self, *shape: int) -> Tensor:
+        """A buffer for what every chunk and head has one of, [M, B, HV, *shape]."""
+        return self.borrow(self.chunks, self.batch, self.value_heads, *shape)
+
+    def borrow(self, *shape: int) -> Tensor:
+        """Memory that lasts until it is given back."""
         spare = self._memory.spare
-        for i, states in enumerate(spare):
-            if states.shape == shape and states.dtype == self.dtype and states.device == self.device:
+        for i, held in enumerate(spare):
+            if held.shape == shape and held.dtype == self.dtype and held.device == self.device:
                 return spare.pop(i)
         with ordinary():
             return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def give_back(self, states: Tensor) -> None:
-        """Let a later call of this thread have the memory of `empty_states`."""
+    def give_back(self, *borrowed: Tensor) -> None:
+        """Let a later call of this thread have the memory."""
         spare = self._memory.spare
-        spare.append(states)
+        spare.extend(borrowed)
         while sum(one.nbytes for one in spare) > SPARE_BYTES:
             spare.pop(0)
 
@@ -205,6 +216,16 @@ class Grid:
         """The tile of a grid table as [n, ...]; ``shift=1`` takes the state leaving a chunk instead of entering it."""
         return table[tile.m.start + shift : tile.m.stop + shift, tile.b].flatten(0, 2)
 
+    @staticmethod
+    def steps(table: Tensor, tile: Tile, more: int = 0) -> tuple[Tensor, ...]:
+        """What each chunk of a tile (and ``more`` behind it) has in a grid table, [B * HV, ...] in the table."""
+        return table[tile.m.start : tile.m.stop + more, tile.b].flatten(1, 2).unbind(0)
+
+    @staticmethod
+    def split(dense: Tensor, tile: Tile) -> tuple[Tensor, ...]:
+        """A dense tile [n, ...] chunk by chunk, [B * HV, ...]."""
+        return dense.unflatten(0, (tile.shape[0], -1)).unbind(0)
+
     def zero_states(self) -> Tensor:
         """One zero state per segment, [N, B, HV, K, V]."""
         return self.zeros(len(self.lengths), self.batch, self.value_heads, self.key_dim, self.value_dim)
@@ -259,18 +280,6 @@ class Grid:
             _accumulate(sums, before, None if decay is None else decay[m, tile.b])
             if end is not None and m == (first if reverse else last):
                 end[s, tile.b] = sums
-
-
-def level_sizes(chunk: int) -> list[int]:
-    """1, 2, 4, ... below the chunk: the halves of the blocks a chunk is made of, level by level."""
-    return [1 << level for level in range(chunk.bit_length() - 1)]
-
-
-def level_blocks(matrix: Tensor, size: int) -> Tensor:
-    """The pairs (second half, first half) of the blocks of a level in [n, C, C]: a view [n, blocks, size, size]."""
-    count = matrix.shape[1] // (2 * size)
-    blocks = matrix.view(-1, count, 2, size, count, 2, size)[:, :, 1, :, :, 0]
-    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
 def _accumulate(total: Tensor, state: Tensor, decay: Tensor | None) -> None:

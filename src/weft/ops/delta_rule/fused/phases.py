@@ -83,20 +83,25 @@ class FusedForward:
     """`ChunkForward` with Triton kernels."""
 
     def __init__(
-        self, inputs: Inputs, scale: float, lengths: list[int], chunk_size: int, start: Tensor | None, enters: bool
-    ) -> None:
+        self, inputs: Inputs, scale: float, lengths: list[int], chunk_size: int, start: Tensor | None, enters: bool,
+        waits: bool,
+    ) -> None:  # fmt: skip
         self._in = _Chunks(inputs, scale, lengths, chunk_size)
         self._in.factor()
-        self._states = _States(self._in, start, enters)
+        self._states: _States | None = _States(self._in, start, enters)
         mapped = self._states.mapped
         self.maps = None if mapped is None else mapped[2], self._states.final
+        if not waits:
+            self.intra()
 
     def intra(self) -> None:
-        """Outputs as far as they are known, and what the entering state will be multiplied by."""
+        """Outputs as far as they are known, and what the entering state will be multiplied by; where they are not yet."""
+        if self._states is None:
+            return
         found, mapped = self._states, self._states.mapped
         self._o = self._read(found.states, found.values, self._in.v.dtype if mapped is None else torch.float32)
         self.left = None if mapped is None else self._read(mapped[0], mapped[1], torch.float32)  # [B, T, HV, K]
-        del self._states
+        self._states = None  # its memory is free
 
     def _read(self, states: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """scale (q e^G) S + scale tril(q k^T) N."""
