@@ -95,8 +95,8 @@ class FusedForward:
             self.intra()
 
     def intra(self) -> None:
-        """Outputs as far as they are known, and what the entering state will be multiplied by; where they are not yet."""
-        if self._states is None:
+        """Outputs as far as they are known, and what the entering state will be multiplied by."""
+        if self._states is None:  # done already
             return
         found, mapped = self._states, self._states.mapped
         self._o = self._read(found.states, found.values, self._in.v.dtype if mapped is None else torch.float32)
