@@ -66,7 +66,7 @@ def make(shape: Shape) -> tuple[Inputs, Tensor, Tensor, Tensor]:
     elif g is not None and shape.fill == "strong":  # one channel, or some tokens
         if shape.gate == "vector":
             g[..., 1] = -320.0
-        g[:, 5::6] *= 300.0
+        g[:, 5::6] *= 3000.0
     g = None if g is None else g.to(shape.dtype).double()
     states = [draw(segments, shape.value_heads, shape.keys, shape.values).float().double() for _ in range(2)]
     if shape.strided:
