@@ -55,7 +55,7 @@ WRITERS = {
     "--json": ["bench", "scan", "--ranks", "2"],
 }
 NETWORK = ["bench", "network", "--latency", "0", "--bandwidth", "1"]
-MORE_WRITERS = [["bench", name] for name in ("linear-attention", "attention", "rows", "rekls", "step")]
+MORE_WRITERS = [["bench", name] for name in ("linear-attention", "delta-rule", "attention", "rows", "rekls", "step")]
 MORE_WRITERS += [["bench", "train"], ["bench", "rekls", "--quality"], NETWORK, ["kernels"]]
 
 
@@ -118,6 +118,7 @@ NUMBERS = {
     "bench scan --calls -1": "--calls must be at least 1, got -1",
     "bench attention --tokens -4": "--tokens must be at least 1, got -4",
     "bench linear-attention --h100-ranks 4 0": "--h100-ranks must be at least 1, got 0",
+    "bench delta-rule --heads 0": "--heads must be at least 1, got 0",
     "bench rows --smaller 0": "--smaller must be at least 1, got 0",
     "bench rekls --widths 8 -8": "--widths must be at least 1, got -8",
     "bench step --warm-steps -1": "--warm-steps must be at least 0, got -1",

@@ -49,6 +49,30 @@ def bench_linear_attention(
     run_on_ranks("linear-attention", ranks, json, facts, run, repeats, tokens, virtual_ranks, h100_ranks)
 
 
+def bench_delta_rule(
+    ranks: RankCount = 2, tokens: int = 4096, heads: int = 8, h100_ranks: tuple[int, ...] = (8, 64, 256),
+    json: Json = None, repeats: Repeats = 7,
+) -> None:  # fmt: skip
+    """The delta rule: the local kernel beside a matmul and fla's naive operations, and ranks beside two recipes.
+
+    The first table counts the FLOPs of the algorithm at chunk 64, of triangles the half, on one thread. The next two
+    compare with the same local work without communication, on as many processes, and with all tokens in one. The
+    recipes are flash-linear-attention's (maps by a recurrence of their own, one blocking all-gather, the recurrence
+    again) and an all-to-all over heads; they use weft's own kernels. Then the same in virtual time of H100s.
+
+    Args:
+        tokens: Tokens of the kernel's table, and of all ranks together.
+        heads: Of keys and of values.
+        h100_ranks: Ranks of the tables in virtual time, one table for each.
+    """
+    check_at_least(1, tokens=tokens, heads=heads, h100_ranks=h100_ranks, repeats=repeats)
+    from weft.bench.delta_rule.cases import run
+    from weft.bench.ranks import run_on_ranks
+
+    facts = {"tokens": tokens, "heads": heads, "repeats": repeats}
+    run_on_ranks("delta-rule", ranks, json, facts, run, repeats, tokens, heads, h100_ranks)
+
+
 def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None, repeats: Repeats = 7) -> None:
     """Context-parallel softmax attention beside one process, a strided all-gather, rings and Ulysses.
 
@@ -230,6 +254,7 @@ def bench_train(
 BENCHES: dict[str, Callable[..., None]] = {
     "scan": bench_scan,
     "linear-attention": bench_linear_attention,
+    "delta-rule": bench_delta_rule,
     "attention": bench_attention,
     "rows": bench_rows,
     "rekls": bench_rekls,

@@ -66,7 +66,7 @@ def make(shape: Shape) -> tuple[Inputs, Tensor, Tensor, Tensor]:
     elif g is not None and shape.fill == "strong":  # one channel, or some tokens
         if shape.gate == "vector":
             g[..., 1] = -320.0
-        g[:, 5::6] *= 300.0
+        g[:, 5::6] *= 3000.0
     g = None if g is None else g.to(shape.dtype).double()
     states = [draw(segments, shape.value_heads, shape.keys, shape.values).float().double() for _ in range(2)]
     if shape.strided:
@@ -83,7 +83,7 @@ def run(shape: Shape, dtype: torch.dtype, fused: bool) -> dict[str, Tensor | Non
         None if x is None else x.to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.beta, inputs.g)
     )
     inputs, lengths = Inputs(q, k, v, beta, g), list(shape.lengths)
-    one = forward(inputs, 0.3, lengths, shape.chunk, None if shape.enters else start, shape.enters)
+    one = forward(inputs, 0.3, lengths, shape.chunk, None if shape.enters else start, shape.enters, shape.enters)
     one.intra()
     o = one.finish(start if shape.enters else None)
     other = backward(inputs, 0.3, lengths, shape.chunk, start, do.to(dtype), one.left, one.maps[0])

@@ -108,7 +108,7 @@ class ChunkForward:
 
     def __init__(
         self, inputs: Inputs, scale: float, lengths: list[int], chunk_size: int, start: Tensor | None, enters: bool,
-        waits: bool = True,
+        waits: bool,
     ) -> None:  # fmt: skip
         self._grid = grid = Grid(inputs.q, inputs.v, lengths, chunk_size)
         self._dtype, self._scale, self._laid = inputs.v.dtype, scale, inputs.lay(grid)

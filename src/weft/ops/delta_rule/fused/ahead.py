@@ -15,7 +15,7 @@ def phases(shape: Shape) -> dict[str, list[Counted]]:
     inputs = Inputs(q, k, v, empty_tokens(shape, 1).squeeze(-1), empty_gate(shape))
     state = torch.empty(1, shape.heads, shape.keys, shape.values, device="meta")
     with Collector() as collect:
-        forward = FusedForward(inputs, 1.0, [shape.tokens], shape.chunk, None, True)
+        forward = FusedForward(inputs, 1.0, [shape.tokens], shape.chunk, None, True, True)
         collect.end("forward")
         forward.intra()
         collect.end("forward.intra")

@@ -10,30 +10,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.delta_rule.fused.forward import decayed_keys, load_rates, read_state
-from weft.ops.fused.blocks import load_tile, state_offsets, store_tile, to_gate
+from weft.ops.delta_rule.fused.forward import load_rates, load_whole, read_state
+from weft.ops.fused.blocks import load_tile, state_offsets, store_tile
 
 
 @triton.jit
 def delta_state_grads(
-    k, g, w, sums, partial, boundary, start, length, segment_first, segment_last, grad_states, grad_values, final,
-    k_b, k_t, k_h, g_b, g_t, g_h, tokens_all, batch, value_heads, segments, group, gate_group,
+    k, whole, w, sums, partial, boundary, start, length, segment_first, segment_last, grad_states, grad_values, final,
+    k_b, k_t, k_h, tokens_all, batch, value_heads, segments, group,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, HAS_BOUNDARY: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the chunks of a segment from the last to the first, for one block of columns.
 
-    Reads what do alone gives: ``sums`` [M, B, HV, K, V] to dS and ``partial`` [B, T, HV, V] to dN, and the gradient of
-    the state that leaves the segment, ``boundary`` [B*N, HV, K, V] (zero without). Writes dS' of each chunk,
-    ``grad_states`` [M, B, HV, K, V], dN in ``grad_values`` [B, T, HV, V], and ``final`` [B*N, HV, K, V], of the state
-    that entered. A program per segment, block of V and value head.
+    ``k`` and ``whole`` are those of `delta_states`. Reads what do alone gives, ``sums`` [M, B, HV, K, V] to dS and
+    ``partial`` [B, T, HV, V] to dN, and the gradient of the state that leaves the segment, ``boundary``
+    [B*N, HV, K, V] (zero without). Writes dS' of each chunk, ``grad_states`` [M, B, HV, K, V], dN in ``grad_values``
+    [B, T, HV, V], and ``final`` [B*N, HV, K, V], of the state that entered. A program per segment, block of V and head.
     """
     segment, cell = tl.program_id(0), tl.program_id(2)
     b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
     key = tl.arange(0, BK)
     k += b * k_b + (head // group) * k_h
-    g = to_gate(g, b, 0, head // gate_group, g_b, g_t, g_h, GATE)
     inside = (key[:, None] < K) & (value[None, :] < V)
     offsets = state_offsets(key, value, V)
     outer = ((b * segments + segment) * value_heads + head) * (K * V)
@@ -43,23 +42,21 @@ def delta_state_grads(
     first, last = tl.load(segment_first + segment), tl.load(segment_last + segment)
     for step in range(first, last):
         chunk = first + last - 1 - step
-        index = ((chunk.to(tl.int64) * batch + b) * value_heads + head) * (K * V)
-        tl.store(grad_states + index + offsets, grad, mask=inside)
+        index = (chunk.to(tl.int64) * batch + b) * value_heads + head
+        tl.store(grad_states + index * (K * V) + offsets, grad, mask=inside)
         token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
         place = (b * tokens_all + token) * value_heads + head
-        before = tl.load(sums + index + offsets, mask=inside, other=0.0)
-        blocks = tl.cdiv(tokens, BR)
-        for turn in range(blocks):
-            block = blocks - 1 - turn
+        before = tl.load(sums + index * (K * V) + offsets, mask=inside, other=0.0)
+        before += grad * load_whole(whole, index, key, K, GATE)
+        for block in range(tl.cdiv(tokens, BR)):
             row = block * BR + tl.arange(0, BR)
-            ks, through = decayed_keys(k + token * k_t, g + token * g_t, block, key, k_t, g_t, tokens, K, BR, GATE)
+            ks = load_tile(k + token * k_t, row, key, k_t, tokens, K)
             ys = load_tile(partial + place * V, row, value, value_heads * V, tokens, V)
             ys += read_state(ks, grad, BR, BK, BV)
             store_tile(grad_values + place * V, ys, row, value, value_heads * V, tokens, V)
             ws = load_tile(w + place * K, row, key, value_heads * K, tokens, K)
-            before -= tl.dot(tl.trans(ws), ys, input_precision="tf32x3")
-            grad = grad * through  # to the end of the block before
-        grad += before
+            before = tl.dot(tl.trans(ws), -ys, before, input_precision="tf32x3")
+        grad = before
     tl.store(final + outer + offsets, grad, mask=inside)
 
 

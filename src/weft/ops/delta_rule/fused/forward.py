@@ -145,20 +145,47 @@ def apply_inverse(
 
 
 @triton.jit
-def decayed_keys(k, g, block, key, k_t, g_t, tokens, K: tl.constexpr, BR: tl.constexpr, GATE: tl.constexpr):
-    """k of a block of BR tokens, decayed to the block's end, [BR, BK], and the decay over the block, [BK, 1] or one."""
-    row = block * BR + tl.arange(0, BR)
+def decay_keys(
+    k, g, start, length, ended, whole, k_b, k_t, k_h, g_b, g_t, g_h, tokens_all, batch, value_heads, group, gate_group,
+    K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """k decayed to its chunk's end, ``ended`` [B, T, HV, K], and the decay over the chunk, ``whole`` [M, B, HV, (K)].
+
+    Only where there is a decay: the recurrence then knows nothing of gates. A program per chunk, block of K and head.
+    """
+    chunk, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
+    token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
+    key = part * BK + tl.arange(0, BK)
+    row = tl.arange(0, BC)
+    k += b * k_b + token * k_t + (head // group) * k_h
+    g = to_gate(g, b, token, head // gate_group, g_b, g_t, g_h, GATE)
+    index = (chunk.to(tl.int64) * batch + b) * value_heads + head
     ks = load_tile(k, row, key, k_t, tokens, K)
-    through = 1.0
     if GATE == "vector":
-        ks = ks * tl.exp(until_block(g, row, (block + 1) * BR, key, g_t, tokens, K))
-        through = tl.exp(tl.sum(load_logs(g, row, key, g_t, tokens, K), 0))[:, None]
-    elif GATE != "none":
-        total = total_log(g, block * BR, tokens, g_t, GATE, BR)
-        inner = total - block_logs(g, block * BR, tokens, g_t, GATE, BR)
+        ks = ks * tl.exp(until_block(g, row, BC, key, g_t, tokens, K))
+        total = tl.sum(load_logs(g, row, key, g_t, tokens, K), 0)
+        tl.store(whole + index * K + key, tl.exp(total), mask=key < K)
+    else:
+        total = total_log(g, 0, tokens, g_t, GATE, BC)
+        inner = total - block_logs(g, 0, tokens, g_t, GATE, BC)
         ks = ks * tl.exp(tl.minimum(inner.to(tl.float32), 0.0))[:, None]
-        through = tl.exp(total.to(tl.float32))
-    return ks, through
+        if part == 0:
+            tl.store(whole + index, tl.exp(total.to(tl.float32)))
+    ended += ((b * tokens_all + token) * value_heads + head) * K
+    store_tile(ended, ks, row, key, value_heads * K, tokens, K)
+
+
+@triton.jit
+def load_whole(whole, index, key, K: tl.constexpr, GATE: tl.constexpr):
+    """The decay over a chunk, [BK, 1] or one number."""
+    if GATE == "vector":
+        decay = tl.load(whole + index * K + key, mask=key < K, other=0.0)[:, None]
+    elif GATE == "scalar":
+        decay = tl.load(whole + index)
+    else:
+        decay = 1.0
+    return decay
 
 
 @triton.jit
@@ -175,43 +202,49 @@ def read_state(xs, state, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def delta_states(
-    k, g, w, u, boundary, start, length, segment_first, segment_last, states, values, final, map_states, map_values,
-    map_final, k_b, k_t, k_h, g_b, g_t, g_h, tokens_all, batch, value_heads, segments, group, gate_group,
+    k, whole, w, u, boundary, start, length, segment_first, segment_last, states, values, final, map_states, map_values,
+    map_final, k_b, k_t, k_h, tokens_all, batch, value_heads, segments, group,
     K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, HAS_BOUNDARY: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
     """The recurrence over the chunks of a segment, S' = e^{G_C} S + (k e^{G_C - G})^T N, for one block of columns.
 
-    Starts from ``boundary`` [B*N, HV, K, V] (zero without). Writes the states that enter the chunks, ``states``
-    [M, B, HV, K, V], N in ``values`` [B, T, HV, V], and the state that leaves, ``final`` [B*N, HV, K, V]. Programs for
-    columns beyond V carry the map of the segment: they start from the identity, without U, and write the same three
-    with K columns. A program per segment, block of columns and value head; it holds all of K. In three products of
-    heads and remainders, whatever the inputs are: the error of a state goes through all chunks after it.
+    ``k`` and ``whole`` are what `decay_keys` gives, or without a decay the keys. Starts from ``boundary``
+    [B*N, HV, K, V] (zero without). Writes the states that enter the chunks, ``states`` [M, B, HV, K, V], N in
+    ``values`` [B, T, HV, V], and the state that leaves, ``final`` [B*N, HV, K, V]. Programs for columns beyond V carry
+    the map of the segment: they start from the identity, without U, and write the same three with K columns. A program
+    per segment, block of columns and value head; it holds all of K. In three products of heads and remainders, whatever
+    the inputs are: the error of a state goes through all chunks after it.
     """
     segment, part, cell = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = (cell // value_heads).to(tl.int64), (cell % value_heads).to(tl.int64)
     blocks: tl.constexpr = (V + BV - 1) // BV
-    is_map = part >= blocks
-    width, read = tl.where(is_map, K, V), tl.where(is_map, 0, V)  # columns there are, and of them in U
-    column = tl.where(is_map, part - blocks, part) * BV + tl.arange(0, BV)
-    if HAS_MAP and is_map:
-        states, values, final = map_states, map_values, map_final
+    if HAS_MAP:
+        is_map = part >= blocks
+        width, read = tl.where(is_map, K, V), tl.where(is_map, 0, V)  # columns there are, and of them in U
+        column = tl.where(is_map, part - blocks, part) * BV + tl.arange(0, BV)
+        if is_map:
+            states, values, final = map_states, map_values, map_final
+    else:
+        width, read = V, V
+        column = part * BV + tl.arange(0, BV)
     key = tl.arange(0, BK)
     k += b * k_b + (head // group) * k_h
-    g = to_gate(g, b, 0, head // gate_group, g_b, g_t, g_h, GATE)
     inside = (key[:, None] < K) & (column[None, :] < width)
     offsets = state_offsets(key, column, width)
     outer = (b * segments + segment) * value_heads + head
-    state = tl.where(is_map & (key[:, None] == column[None, :]), 1.0, 0.0)
+    state = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_BOUNDARY:
-        state += tl.load(boundary + outer * (K * V) + offsets, mask=inside & (column[None, :] < read), other=0.0)
+        state = tl.load(boundary + outer * (K * V) + offsets, mask=inside & (column[None, :] < read), other=0.0)
+    if HAS_MAP:
+        state += tl.where(is_map & (key[:, None] == column[None, :]), 1.0, 0.0)
     first, last = tl.load(segment_first + segment), tl.load(segment_last + segment)
     for chunk in range(first, last):
         index = (tl.cast(chunk, tl.int64) * batch + b) * value_heads + head
         tl.store(states + index * (K * width) + offsets, state, mask=inside)
         token, tokens = tl.load(start + chunk).to(tl.int64), tl.load(length + chunk)
         place = (b * tokens_all + token) * value_heads + head
-        after = state
+        after = state * load_whole(whole, index, key, K, GATE)
         for block in range(tl.cdiv(tokens, BR)):
             row = block * BR + tl.arange(0, BR)
             ws = load_tile(w + place * K, row, key, value_heads * K, tokens, K)
@@ -220,8 +253,8 @@ def delta_states(
             ys = tl.load(u + place * V + at, mask=mask & (column[None, :] < read), other=0.0)
             ys -= read_state(ws, state, BR, BK, BV)
             tl.store(values + place * width + at, ys, mask=mask)
-            ks, through = decayed_keys(k + token * k_t, g + token * g_t, block, key, k_t, g_t, tokens, K, BR, GATE)
-            after = tl.dot(tl.trans(ks), ys, after * through, input_precision="tf32x3")
+            ks = load_tile(k + token * k_t, row, key, k_t, tokens, K)
+            after = tl.dot(tl.trans(ks), ys, after, input_precision="tf32x3")
         state = after
     tl.store(final + outer * (K * width) + offsets, state, mask=inside)
 

@@ -16,8 +16,8 @@ from weft.ops.fused.tiling import gate_kind, precision
 _KERNELS: dict[str, Any] = {
     kernel.__name__: kernel
     for kernel in (
-        forward.key_pairs, forward.invert_pairs, forward.apply_inverse, forward.delta_states, forward.add_entering,
-        backward.delta_state_grads, backward.join_key_grads,
+        forward.key_pairs, forward.invert_pairs, forward.apply_inverse, forward.decay_keys, forward.delta_states,
+        forward.add_entering, backward.delta_state_grads, backward.join_key_grads,
     )
 }  # fmt: skip
 
@@ -29,6 +29,8 @@ def make_launch(name: str, given: Mapping[str, Any]) -> Launch:
     chunk, gate = given["chunk"], gate_kind(g)
     if name == "join_key_grads":
         gate = "none" if given["row_gate"] is None else "vector" if given["vector"] else "scalar"
+    elif "whole" in given and g is None:
+        gate = "none" if given["whole"] is None else "vector" if given["whole"].dim() == 4 else "scalar"
     read = given.get("x", given.get("left")) if k is None else k
     keys = columns if read is None else read.shape[-1]
     exact = given.get("exact", k is not None and k.dtype == torch.float32)

@@ -17,12 +17,13 @@ _SCHEMAS = {
     "invert_pairs": "(Tensor pairs, Tensor beta, Tensor[] tables, Tensor(a!) inverse, int chunk) -> ()",
     "apply_inverse": "(Tensor inverse, Tensor x, Tensor beta, Tensor? g, Tensor[] tables, Tensor(a!) out, "
     "Tensor(b!)? weighted, int chunk, bool exact, bool reverse) -> ()",
-    "delta_states": "(Tensor k, Tensor? g, Tensor w, Tensor u, Tensor? boundary, Tensor[] tables, Tensor(a!) states, "
-    "Tensor(b!) values, Tensor(c!) final, Tensor(d!)? map_states, Tensor(e!)? map_values, Tensor(f!)? map_final, "
-    "int chunk) -> ()",
+    "decay_keys": "(Tensor k, Tensor g, Tensor[] tables, Tensor(a!) ended, Tensor(b!) whole, int chunk) -> ()",
+    "delta_states": "(Tensor k, Tensor? whole, Tensor w, Tensor u, Tensor? boundary, Tensor[] tables, "
+    "Tensor(a!) states, Tensor(b!) values, Tensor(c!) final, Tensor(d!)? map_states, Tensor(e!)? map_values, "
+    "Tensor(f!)? map_final, int chunk) -> ()",
     "add_entering": "(Tensor left, Tensor entering, Tensor partial, Tensor[] tables, Tensor(a!) out, int chunk, "
     "bool exact) -> ()",
-    "delta_state_grads": "(Tensor k, Tensor? g, Tensor w, Tensor sums, Tensor partial, Tensor? boundary, "
+    "delta_state_grads": "(Tensor k, Tensor? whole, Tensor w, Tensor sums, Tensor partial, Tensor? boundary, "
     "Tensor[] tables, Tensor(a!) grad_states, Tensor(b!) grad_values, Tensor(c!) final, int chunk) -> ()",
     "join_key_grads": "(Tensor k, Tensor v, Tensor beta, Tensor y, Tensor dq, Tensor dk_pairs, Tensor[] tables, "
     "Tensor(a!) dk, Tensor(b!)? row_gate, Tensor(c!)? col_gate, Tensor(d!) dbeta, int chunk, "
@@ -32,8 +33,8 @@ _SCHEMAS = {
 
 # Of a kernel's arguments the one that has tokens, value heads and columns, [B, T, HV, columns].
 SHAPED = {
-    "key_pairs": "pairs", "invert_pairs": "inverse", "apply_inverse": "out", "delta_states": "values",
-    "add_entering": "out", "delta_state_grads": "grad_values", "join_key_grads": "y",
+    "key_pairs": "pairs", "invert_pairs": "inverse", "apply_inverse": "out", "decay_keys": "ended",
+    "delta_states": "values", "add_entering": "out", "delta_state_grads": "grad_values", "join_key_grads": "y",
 }  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def _products(kernel: str, given: Mapping[str, Any], columns: int) -> float:
         return 2 * given["inverse"].shape[-1] * columns
     if kernel == "add_entering":
         return 2 * given["left"].shape[-1] * columns
-    if kernel == "join_key_grads":
+    if kernel in ("decay_keys", "join_key_grads"):
         return 0
     keys = given["w"].shape[-1]
     return 2 * 2 * keys * (columns + (keys if given.get("map_values") is not None else 0))

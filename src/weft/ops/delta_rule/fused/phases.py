@@ -2,8 +2,8 @@
 
 | phase           | kernels                                   | reads                    | writes                  |
 |-----------------|-------------------------------------------|--------------------------|-------------------------|
-| forward         | key_pairs, invert_pairs, apply_inverse,   | k, v, beta, g            | W, U, states, N, `maps` |
-|                 | delta_states                              |                          |                         |
+| forward         | decay_keys, key_pairs, invert_pairs,      | k, v, beta, g            | W, U, states, N, `maps` |
+|                 | apply_inverse, delta_states               |                          |                         |
 | forward.intra   | output_intra, output_inter                | q, k, g, states, N       | o so far, `left`        |
 | forward.finish  | add_entering                              | o so far, `left`         | o                       |
 | backward        | (a product of torch)                      | `left`, do               | `maps`                  |
@@ -30,7 +30,7 @@ from weft.ops.scan.grid import Grid
 
 
 class _Chunks(Tokens):
-    """The inputs of a run, and what its chunks do to any state: the inverse [B, T, HV, BC], W and U."""
+    """The inputs of a run, and what its chunks do to any state: the inverse [B, T, HV, BC], W, U and decayed keys."""
 
     def __init__(self, inputs: Inputs, scale: float, lengths: list[int], chunk_size: int) -> None:
         grid = Grid(inputs.q, inputs.v, lengths, chunk_size)
@@ -42,8 +42,14 @@ class _Chunks(Tokens):
         """Compute them."""
         width = max(16, self.grid.chunk)
         self.inverse, self.w, self.u = (self.empty(dim) for dim in (width, self.grid.key_dim, self.grid.value_dim))
+        self.ended, self.whole = self.k, None
+        if self.g is not None:
+            logs = (self.grid.key_dim,) if self.g.dim() == 4 else ()
+            self.ended, self.whole = self.empty(self.grid.key_dim), self.empty_states(self.pieces.chunks, *logs)
         if self.pieces.chunks:
             run, tables, chunk, pairs = operators(), self.tables[:2], self.grid.chunk, self.empty(width)
+            if self.g is not None:
+                run.decay_keys(self.k, self.g, tables, self.ended, self.whole, chunk)
             run.key_pairs(self.k, self.g, tables, pairs, chunk)
             run.invert_pairs(pairs, self.beta, tables, self.inverse, chunk)
             for x, g, out in ((self.k, self.g, self.w), (self.v, None, self.u)):
@@ -63,7 +69,7 @@ class _States:
         if grid.lengths:
             start = None if start is None else start.detach().float().contiguous()
             mapped = self.mapped or (None, None, None)
-            operators().delta_states(x.k, x.g, x.w, x.u, start, x.run_tables, *found, *mapped, grid.chunk)
+            operators().delta_states(x.ended, x.whole, x.w, x.u, start, x.run_tables, *found, *mapped, grid.chunk)
 
     @staticmethod
     def _empty(x: _Chunks, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,21 +84,24 @@ class FusedForward:
 
     def __init__(
         self, inputs: Inputs, scale: float, lengths: list[int], chunk_size: int, start: Tensor | None, enters: bool,
-        waits: bool = True,
+        waits: bool,
     ) -> None:  # fmt: skip
-        del waits  # on a device the host is done with `intra` before anybody could wait
         self._in = _Chunks(inputs, scale, lengths, chunk_size)
         self._in.factor()
-        self._states = _States(self._in, start, enters)
+        self._states: _States | None = _States(self._in, start, enters)
         mapped = self._states.mapped
         self.maps = None if mapped is None else mapped[2], self._states.final
+        if not waits:
+            self.intra()
 
     def intra(self) -> None:
         """Outputs as far as they are known, and what the entering state will be multiplied by."""
+        if self._states is None:  # done already
+            return
         found, mapped = self._states, self._states.mapped
         self._o = self._read(found.states, found.values, self._in.v.dtype if mapped is None else torch.float32)
         self.left = None if mapped is None else self._read(mapped[0], mapped[1], torch.float32)  # [B, T, HV, K]
-        del self._states
+        self._states = None  # its memory is free
 
     def _read(self, states: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """scale (q e^G) S + scale tril(q k^T) N."""
@@ -159,7 +168,7 @@ class FusedBackward:
         if x.grid.lengths:
             came = None if grad_leaving is None else grad_leaving.detach().float().contiguous()
             run.delta_state_grads(
-                x.k, x.g, x.w, self._ds, self._dn, came, x.run_tables, grad_states, dn, entering, chunk
+                x.ended, x.whole, x.w, self._ds, self._dn, came, x.run_tables, grad_states, dn, entering, chunk
             )
         if x.pieces.chunks:
             tables, n = x.tables[:2], s.values
