@@ -12,7 +12,6 @@ from torch import Tensor
 
 from weft.comm import Axis, Call, Pending
 from weft.ops.scan.affine import Form
-from weft.ops.scan.arguments import StateOptions
 from weft.ops.scan.methods import choose
 from weft.ops.scan.state_scan import (
     LocalRun,
@@ -26,13 +25,35 @@ from weft.ops.scan.state_scan import (
     share_final_states,
     states_by_run,
 )
-from weft.ops.sequence.layout import Sequence, predict, resolve
+from weft.ops.sequence.layout import Bounds, Sequence, predict, resolve
+
+
+class PassOptions(Protocol):
+    """What is asked here of the options that ranks have in common."""
+
+    @property
+    def operation(self) -> str: ...
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def cu_seqlens(self) -> Bounds | None: ...
+
+    @property
+    def output_final_state(self) -> bool: ...
+
+    def form(self, device: torch.device, /) -> Form: ...
 
 
 class Kernel(Protocol):
     """The work on one run: the constructor finds its ``maps``, `intra` needs no state, `finish` takes it."""
 
-    maps: tuple[Tensor | None, Tensor]
+    @property
+    def maps(self) -> tuple[Tensor | None, Tensor]: ...
 
     def intra(self) -> None: ...
 
@@ -55,7 +76,7 @@ class ForwardPass(Generic[K]):
 
 
 def run_forward(
-    options: StateOptions, axis: Axis, given: Sequence | None, length: int, device: torch.device,
+    options: PassOptions, axis: Axis, given: Sequence | None, length: int, device: torch.device,
     work: Callable[[SequencePlan], list[K]], initial: Tensor | None,
 ) -> ForwardPass[K]:  # fmt: skip
     """``work(plan)`` makes the kernels of a plan's runs; while their maps travel, they do all that needs no state.
@@ -63,7 +84,8 @@ def run_forward(
     With dense maps a segment that goes on from another run has a run of its own. ``initial`` are states that enter
     the documents and that the kernels do not know of.
     """
-    batch, form = options.q[0], options.form(device)
+    form = options.form(device)
+    batch = form.shape[0]
     method = choose(form, axis.size) if options.method == "auto" else options.method
     call = axis.begin(options.operation, options, metadata=None if given else (length,))
     plan, scan, kernels = _begin_work(options, call, axis, given, length, form, method, work)
@@ -85,7 +107,7 @@ def run_forward(
 
 
 def run_backward(
-    options: StateOptions, axis: Axis, how: tuple[SequencePlan, str, int], device: torch.device,
+    options: PassOptions, axis: Axis, how: tuple[SequencePlan, str, int], device: torch.device,
     work: Callable[[], list[K]], grad_final: Tensor | None, initial: Tensor | None,
 ) -> tuple[list[Any], Tensor | None]:  # fmt: skip
     """What the kernels of ``work()`` give, run by run, and the gradient of ``initial`` (None if that is).
@@ -93,7 +115,8 @@ def run_backward(
     ``how`` are plan, method and number of the forward. The last thing each kernel gives is the gradient of the states
     that enter its run.
     """
-    (plan, method, number), batch, form = how, options.q[0], options.form(device)
+    (plan, method, number), form = how, options.form(device)
+    batch = form.shape[0]
     call = axis.begin(f"{options.operation}.backward", options, of=number)
     seeds = None
     if options.output_final_state:
@@ -113,7 +136,7 @@ def run_backward(
 
 
 def _begin_work(
-    options: StateOptions, call: Call, axis: Axis, given: Sequence | None, length: int, form: Form,
+    options: PassOptions, call: Call, axis: Axis, given: Sequence | None, length: int, form: Form,
     method: str, work: Callable[[SequencePlan], list[K]],
 ) -> tuple[SequencePlan, StateScan, list[K]]:  # fmt: skip
     """The plan of a call, its scan with receives posted, and what ``work(plan)`` gives.

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.function import RankFunction
-from weft.ops.scan import Form, choose
-from weft.ops.scan.state_scan import (
-    StateScan,
-    collect_final_gradients,
-    initial_gradient,
-    join_runs,
-    plan_sequence,
-    segment_maps,
-    share_final_states,
-    states_by_run,
-)
+from weft.ops.scan import Form
+from weft.ops.scan.passes import run_backward, run_forward
+from weft.ops.scan.state_scan import SequencePlan, join_runs
 from weft.ops.selective_scan.chunk import SelectiveBackward, SelectiveForward
-from weft.ops.sequence.layout import Bounds, Sequence, resolve
+from weft.ops.sequence.layout import Bounds, Sequence
 
 
 @dataclass(frozen=True)
 class Options:
     """What the ranks must have in common: everything but their lengths."""
 
+    operation: ClassVar[str] = "selective_scan"
     u: tuple[int, ...]
     A: tuple[int, ...]
     B: tuple[int, ...]
@@ -47,6 +40,10 @@ class Options:
     chunk_size: int
     gradients: tuple[bool, ...]
 
+    @property
+    def output_final_state(self) -> bool:
+        return self.return_last_state
+
     def form(self, device: torch.device) -> Form:
         """The form of one document's map."""
         shape = torch.Size((self.u[0], *self.A, 1))
@@ -58,7 +55,7 @@ class SelectiveScan(RankFunction):
 
     | crosses ranks | forward                                       | backward                         |
     |---------------|-----------------------------------------------|----------------------------------|
-    | lengths       | a few integers; none if ``sequence`` is given |                                  |
+    | lengths       | a few integers, under the first local work; none if ``sequence`` is given |      |
     | state         | exclusive prefix, one scan                    | exclusive suffix of its gradient |
     | last states   | from where they arise to every rank, if asked for | their gradients, back and summed |
 
@@ -73,69 +70,38 @@ class SelectiveScan(RankFunction):
         ctx: Any, u: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, options: Options,
         axis: Axis, sequence: Sequence | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        batch, form = u.shape[0], options.form(u.device)
-        method = choose(form, axis.size) if options.method == "auto" else options.method
-        call = axis.begin("selective_scan", options, metadata=None if sequence else (u.shape[1],))
-        known = sequence or resolve("selective_scan", call, axis, options.layout, options.cu_seqlens)
-        plan = plan_sequence(known)
-        scan = StateScan(call, plan, form, method)
-        kernels = [
-            SelectiveForward(u[:, t], d[:, t], A, B[:, t], C[:, t], run.lengths, options.chunk_size)
-            for run in plan.runs
-            for t in [run.tokens]
-        ]
-        found = [kernel.maps for kernel in kernels]
-        maps = segment_maps(plan, found, batch)
-        travelling = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
-        for kernel in kernels:
-            kernel.intra()
-        entering = travelling.wait()
-        arriving = None
-        if options.return_last_state:
-            ended = {
-                one.segment.document: one.own.apply(state)
-                for one, state in zip(maps, entering, strict=True)
-                if one.segment.is_last
-            }
-            arriving = share_final_states(call, plan, ended, batch, like=found[0][1])
-        states = states_by_run(plan, entering, found)
-        outs = [kernel.finish(state) for kernel, state in zip(kernels, states, strict=True)]
-        ctx.save_for_backward(u, d, A, B, C, initial, *states)
+        def work_on(plan: SequencePlan) -> list[SelectiveForward]:
+            return [
+                SelectiveForward(u[:, t], d[:, t], A, B[:, t], C[:, t], run.lengths, options.chunk_size)
+                for run in plan.runs
+                for t in [run.tokens]
+            ]
+
+        done = run_forward(options, axis, sequence, u.shape[1], u.device, work_on, initial)
+        outs = [kernel.finish(state) for kernel, state in zip(done.kernels, done.entering, strict=True)]
+        ctx.save_for_backward(u, d, A, B, C, initial, *done.entering)
         ctx.axis = axis
-        ctx.how = options, plan, method, call.number
+        ctx.how = options, (done.plan, done.method, done.number)
         ctx.set_materialize_grads(False)
-        return join_runs(outs), None if arriving is None else arriving.wait()
+        return join_runs(outs), None if done.final is None else done.final.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
         u, d, A, B, C, initial, *states = ctx.saved_tensors
-        options, plan, method, number = ctx.how
-        batch, form = u.shape[0], options.form(u.device)
-        call = ctx.axis.begin("selective_scan.backward", options, of=number)
-        seeds = None
-        if options.return_last_state:
-            shape = (batch * len(plan.ends), *form.shape[1:])
-            grad_last = form.new_empty(*shape).zero_() if grad_last is None else grad_last.to(form.dtype)
-            seeds = collect_final_gradients(call, plan, grad_last, batch)
-        scan = StateScan(call, plan, form, method, reverse=True)
+        options, how = ctx.how
         dy = torch.zeros_like(u) if grad_y is None else grad_y
-        kernels = [
-            SelectiveBackward(
-                u[:, t], d[:, t], A, B[:, t], C[:, t], run.lengths, options.chunk_size, state, dy[:, t]
-            )
-            for run, state in zip(plan.runs, states, strict=True)
-            for t in [run.tokens]
-        ]  # fmt: skip
-        found = [kernel.maps for kernel in kernels]
-        maps = segment_maps(plan, found, batch)
-        travelling = scan.start(maps, None if seeds is None else seeds.wait())
-        for kernel in kernels:
-            kernel.intra()
-        leaving = states_by_run(plan, travelling.wait(), found)
-        grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
-        du, dd, parts, dB, dC, starts = (list(one) for one in zip(*grads, strict=True))
+
+        def work() -> list[SelectiveBackward]:
+            return [
+                SelectiveBackward(
+                    u[:, t], d[:, t], A, B[:, t], C[:, t], run.lengths, options.chunk_size, state, dy[:, t]
+                )
+                for run, state in zip(how[0].runs, states, strict=True)
+                for t in [run.tokens]
+            ]  # fmt: skip
+
         wanted = initial if ctx.needs_input_grad[5] else None
-        return (
-            join_runs(du), join_runs(dd), sum(parts[1:], start=parts[0]), join_runs(dB), join_runs(dC),
-            initial_gradient(wanted, maps, starts), None, None, None,
-        )  # fmt: skip
+        grads, start = run_backward(options, ctx.axis, how, u.device, work, grad_last, wanted)
+        du, dd, parts, dB, dC = (list(one) for one in list(zip(*grads, strict=True))[:5])
+        whole = sum(parts[1:], start=parts[0])
+        return join_runs(du), join_runs(dd), whole, join_runs(dB), join_runs(dC), start, None, None, None

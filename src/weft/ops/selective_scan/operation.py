@@ -64,7 +64,7 @@ def selective_scan(
     | last states      | as `initial_state`, fp32 (fp64 for fp64)     | the whole, on every rank                |
 
     What crosses ranks: one state ``[D, N]`` and its decays for each document that spans ranks, while outputs are
-    computed. Without ``sequence`` lengths are gathered first. Time steps must not be negative. Gradients of u, delta,
+    computed. Time steps must not be negative. Gradients of u, delta,
     B, C and z are this rank's; A, D and `delta_bias` get this rank's part (they add up to the whole);
     `initial_state` gets its own on the rank where the document begins; those of the last states add up over the ranks
     that use them.
