@@ -172,50 +172,34 @@ def by_heads(axis: Axis, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tenso
         raise ValueError(f"by_heads: {q.shape[2]} and {v.shape[2]} heads cannot be dealt to {axis.size} ranks")
     keys, values = q.shape[-1], v.shape[-1]
     rates = beta.unsqueeze(-1) if g is None else torch.cat([beta.unsqueeze(-1), g.reshape(*beta.shape, -1)], -1)
-    tokens, rates = _Dealt.apply(axis, torch.cat([q, k, v], -1), rates)
+    tokens, rates = _Dealt.apply(axis, 2, 1, torch.cat([q, k, v], -1), rates)
     q, k, v = tokens.split([keys, keys, values], -1)
     shape = beta.shape if g is None else g.shape
     gate = None if g is None else rates[..., 1:].reshape(shape[0], -1, rates.shape[2], *shape[3:])
     o, _ = delta_rule(q, k, v, rates[..., 0], gate, group=Axis.over(SoloWire()))
-    back: Tensor = _Returned.apply(axis, o)[0]
+    back: Tensor = _Dealt.apply(axis, 1, 2, o)[0]
     return back
 
 
 class _Dealt(torch.autograd.Function):
-    """Tensors [B, T, H, D] of this rank's tokens as [B, P T, H / P, D] of its heads."""
+    """Tensors dealt to the ranks along dimension ``apart``, what comes joined along ``together``.
+
+    From 2 to 1: [B, T, H, D] of this rank's tokens become [B, P T, H / P, D] of its heads. The backward deals back.
+    """
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        return _deal(axis, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_return(ctx.axis, grads)
-
-
-class _Returned(torch.autograd.Function):
-    """The inverse of `_Dealt`."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        return _return(axis, tensors)
+    def forward(ctx: Any, axis: Axis, apart: int, together: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.how = axis, apart, together
+        return _deal(axis, apart, together, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_deal(ctx.axis, grads)
+        axis, apart, together = ctx.how
+        return None, None, None, *_deal(axis, together, apart, grads)
 
 
-def _deal(axis: Axis, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _deal(axis: Axis, apart: int, together: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     call = axis.begin("by_heads")
-    outgoing = [[part.contiguous() for part in tensor.chunk(axis.size, 2)] for tensor in tensors]
+    outgoing = [[part.contiguous() for part in tensor.chunk(axis.size, apart)] for tensor in tensors]
     coming = [call.all_to_all(parts) for parts in outgoing]
-    return tuple(torch.cat(one.wait(), 1) for one in coming)
-
-
-def _return(axis: Axis, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    call = axis.begin("by_heads.back")
-    outgoing = [[part.contiguous() for part in tensor.chunk(axis.size, 1)] for tensor in tensors]
-    coming = [call.all_to_all(parts) for parts in outgoing]
-    return tuple(torch.cat(one.wait(), 2) for one in coming)
+    return tuple(torch.cat(one.wait(), together) for one in coming)
