@@ -15,6 +15,7 @@ from interpreter import Interpreter
 from test_delta_rule import GATES
 from test_delta_rule import check as check_ranks
 from test_linear_attention import cases as rank_cases
+from test_linear_attention_on_device import compare_backends
 from torch import Tensor
 from worlds import simulated_device
 
@@ -271,14 +272,7 @@ def backends_agree_on_device(gate: str, layout: str, method: str) -> float:
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         return [x.detach().cpu() for x in (o, final, *gradients)]
 
-    def program(axis: weft.Axis) -> float:
-        pairs = zip(step(axis, "triton"), step(axis, "torch"), strict=True)
-        return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
-
-    with simulated.collect_reports() as found:
-        worst = max(weft.world.VirtualWorld(2, rules="nccl", device="sim").run(program).results)
-    assert found == []
-    return worst
+    return compare_backends(step)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from weft.bench.linear_attention.kernels import DECAYS, GPUS
-from weft.ops.fused.ahead import Shape, _specialise, compile_for
+from weft.ops.fused.ahead import Counted, Shape, _specialise, compile_for
 from weft.ops.fused.launch import Launch
 from weft.ops.fused.operators import _SCHEMAS
 from weft.ops.fused.tiling import KERNELS
@@ -75,6 +76,9 @@ def test_a_spill_is_found() -> None:
     assert compile_for(large, 80).spilled > 0
 
 
+FP32_ONLY = ("scan_pieces", "delta_states", "delta_state_grads")  # what they read is never in half precision
+
+
 def lower(made: Launch) -> str:
     """The kernel in Triton's own IR, before anything is decided for a GPU."""
     from triton._C.libtriton import ir
@@ -91,8 +95,7 @@ def lower(made: Launch) -> str:
     return str(source.make_ir(target, options, functions, modules, context))
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_bf16_and_fp16_differ_in_loads_and_stores_only(decay: str) -> None:
+def check_half_precision(launches: Callable[[Shape], list[Counted]], decay: str) -> None:
     """Triton's interpreter cannot do arithmetic in bf16; it need not: there is none. What it proves of fp16 holds."""
     for gate_dtype in (None, torch.float32):
         bf16, fp16 = (
@@ -102,13 +105,18 @@ def test_bf16_and_fp16_differ_in_loads_and_stores_only(decay: str) -> None:
             texts = [re.sub(r" loc\(.*?\)|^#loc.*$", "", lower(x.launch), flags=re.M) for x in (one, other)]
             # The types, and the names of functions, which hold them ("Pfp16").
             assert texts[0].replace("bf16", "f16") == texts[1].replace("Pfp16", "Pf16"), one.name
-            assert "bf16" in texts[0] or one.name == "scan_pieces"
+            assert "bf16" in texts[0] or one.name in FP32_ONLY
             for line in (line for line in texts[0].splitlines() if "bf16" in line):
                 operation = re.search(r"= ([\w.]+)|^\s*(tt\.store|tt\.func|tt\.call)", line)
                 assert operation is None or (operation[1] or operation[2]) in (
                     "tt.load", "tt.store", "tt.func", "tt.call", "tt.splat", "tt.addptr", "tt.broadcast", "arith.extf",
                     "arith.truncf", "arith.constant", "ub.poison",
                 ), line  # fmt: skip
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_bf16_and_fp16_differ_in_loads_and_stores_only(decay: str) -> None:
+    check_half_precision(launches, decay)
 
 
 @pytest.mark.parametrize("decay", ["scalar", *(pytest.param(decay, marks=pytest.mark.slow) for decay in DECAYS)])
@@ -137,10 +145,10 @@ PHASES = {
 }
 
 
-def test_the_docs_tell_what_each_phase_launches_moves_and_computes() -> None:
-    scalar, vector = phases(Shape("scalar")), phases(Shape("vector"))
+def check_page(scalar: dict[str, list[Counted]], vector: dict[str, list[Counted]], wanted: dict[str, tuple]) -> None:
+    """Phases launch the kernels that are ``wanted``, and docs/kernels.md has a row with them, their bytes and FLOPs."""
     page = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
-    for phase, names in PHASES.items():
+    for phase, names in wanted.items():
         assert tuple(one.name for one in scalar[phase]) == tuple(one.name for one in vector[phase]) == names
         sizes, flops = (
             [sum(getattr(one, key) for one in found[phase]) / (8192 * 16) for found in (scalar, vector)]
@@ -149,3 +157,7 @@ def test_the_docs_tell_what_each_phase_launches_moves_and_computes() -> None:
         figures = f"{sizes[0]:,.0f} ({sizes[1]:,.0f}) | {flops[0] / 1e3:.0f} ({flops[1] / 1e3:.0f}) |"
         row = next(line for line in page.splitlines() if figures in line)
         assert all(f"`{name}`" in row for name in names)
+
+
+def test_the_docs_tell_what_each_phase_launches_moves_and_computes() -> None:
+    check_page(phases(Shape("scalar")), phases(Shape("vector")), PHASES)

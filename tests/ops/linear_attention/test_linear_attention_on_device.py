@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +50,20 @@ def test_the_scan_of_states_owns_its_memory(method: str, size: int, monkeypatch:
     assert any("freed too early" in one for one in reports_of(method, size, "contiguous"))
 
 
+def compare_backends(step: Callable[[weft.Axis, str], list[torch.Tensor]]) -> float:
+    """The worst error of what ``step`` gives with Triton's kernels against those of torch, on 2 ranks of the device."""
+    simulated = simulated_device()
+
+    def program(axis: weft.Axis) -> float:
+        pairs = zip(step(axis, "triton"), step(axis, "torch"), strict=True)
+        return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
+
+    with simulated.collect_reports() as found:
+        worst = max(weft.world.VirtualWorld(2, rules="nccl", device="sim").run(program).results)
+    assert found == []
+    return worst
+
+
 def backends_agree_on_device(gate: str, layout: str, method: str) -> float:
     """Triton's kernels against those of torch, on 2 ranks: the worst error, of results and all gradients."""
     simulated = simulated_device()
@@ -70,14 +85,7 @@ def backends_agree_on_device(gate: str, layout: str, method: str) -> float:
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         return [x.detach().cpu() for x in (o, final, *gradients)]
 
-    def program(axis: weft.Axis) -> float:
-        pairs = zip(step(axis, "triton"), step(axis, "torch"), strict=True)
-        return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
-
-    with simulated.collect_reports() as found:
-        worst = max(weft.world.VirtualWorld(2, rules="nccl", device="sim").run(program).results)
-    assert found == []
-    return worst
+    return compare_backends(step)
 
 
 @pytest.mark.parametrize(

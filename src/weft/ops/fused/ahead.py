@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,26 @@ class Collector(TorchDispatchMode):
             Counted(name, launch_of(name, args), _bytes(args), _flops(name, args)) for name, args in self._launched
         ]
         self._launched.clear()
+
+
+def collect_phases(
+    make_forward: Callable[[], Any], make_backward: Callable[[Any], Any], state: Tensor
+) -> dict[str, list[Counted]]:
+    """All launches of a forward and a backward, in order, by phase; ``state`` is what arrives in both."""
+    with Collector() as collect:
+        forward = make_forward()
+        collect.end("forward")
+        forward.intra()
+        collect.end("forward.intra")
+        forward.finish(state)
+        collect.end("forward.finish")
+        backward = make_backward(forward)
+        collect.end("backward")
+        backward.intra()
+        collect.end("backward.intra")
+        backward.finish(state)
+        collect.end("backward.finish")
+    return collect.found
 
 
 def empty_tokens(shape: Shape, dim: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from weft.ops.delta_rule.chunk import Inputs
 from weft.ops.delta_rule.fused.phases import FusedBackward, FusedForward
-from weft.ops.fused.ahead import Collector, Counted, Shape, distinct, empty_gate, empty_tokens
+from weft.ops.fused.ahead import Counted, Shape, collect_phases, distinct, empty_gate, empty_tokens
 
 
 def phases(shape: Shape) -> dict[str, list[Counted]]:
@@ -14,20 +14,12 @@ def phases(shape: Shape) -> dict[str, list[Counted]]:
     q, k, v, do = (empty_tokens(shape, dim) for dim in (shape.keys, shape.keys, shape.values, shape.values))
     inputs = Inputs(q, k, v, empty_tokens(shape, 1).squeeze(-1), empty_gate(shape))
     state = torch.empty(1, shape.heads, shape.keys, shape.values, device="meta")
-    with Collector() as collect:
-        forward = FusedForward(inputs, 1.0, [shape.tokens], shape.chunk, None, True, True)
-        collect.end("forward")
-        forward.intra()
-        collect.end("forward.intra")
-        forward.finish(state)
-        collect.end("forward.finish")
-        backward = FusedBackward(inputs, 1.0, [shape.tokens], shape.chunk, state, do, forward.left, forward.maps[0])
-        collect.end("backward")
-        backward.intra()
-        collect.end("backward.intra")
-        backward.finish(state)
-        collect.end("backward.finish")
-    return collect.found
+    given = inputs, 1.0, [shape.tokens], shape.chunk
+    return collect_phases(
+        lambda: FusedForward(*given, None, True, True),
+        lambda forward: FusedBackward(*given, state, do, forward.left, forward.maps[0]),
+        state,
+    )
 
 
 def launches(shape: Shape) -> list[Counted]:
