@@ -70,7 +70,8 @@ def tile(
         else:
             rows, wide_k, warps = 32 if max(keys, values) > 128 else 64, 64, 8
         # With fp32 a loop over V next to fp64 logs is where registers end.
-        wide_v = 16 if exact and gate == "scalar" and kernel in ("query_grads", "key_grads") else wide_k
+        narrow = {"scalar": ("query_grads", "key_grads"), "vector": ("key_grads",)}.get(gate, ())
+        wide_v = 16 if exact and kernel in narrow else wide_k
         if value_dtype == torch.float32 and kernel == "query_grads" and not exact:
             rows, wide_v = 32 if vector else 64, 32
     elif kernel == "chunk_states":
