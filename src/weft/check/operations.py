@@ -1,8 +1,8 @@
-"""Cases of operations over a sequence: scans, linear attention, softmax attention."""
+"""Cases of operations over a sequence: scans, linear attention and its relatives, softmax attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -40,25 +40,68 @@ def _scan(method: str, decay: str, axis: Axis, device: torch.device) -> Work:
 
 def linear_attention_cases(device: torch.device) -> Iterator[Case]:
     """Every gate, on the kernels that ``device`` has; packed documents in zigzag."""
-    q, _, v, g = (x.to(device) for x in _gated(1, "vector", torch.float32))
-    backends = ("torch", "triton") if choose_backend("auto", q, v, {"g": g}, 64) == "triton" else ("torch",)
-    for gate, backend, dtype in product(GATES, backends, (torch.float32, torch.bfloat16)):
+    backends, dtypes = _backends_on(device), (torch.float32, torch.bfloat16)
+    for gate, backend, dtype in product(GATES, backends, dtypes):
         name = call_name("linear_attention", gate, backend, dtype_name(dtype))
         yield Case("linear-attention", name, partial(_linear_attention, gate, backend, dtype), dtype, local=True)
-    for backend, dtype in product(backends, (torch.float32, torch.bfloat16)):
+    for backend, dtype in product(backends, dtypes):
         name = call_name("mamba2", backend, dtype_name(dtype))
         yield Case("linear-attention", name, partial(_mamba2, backend, dtype), dtype, local=True)
+    yield Case("linear-attention", call_name("selective_scan", "fp32"), _selective_scan, torch.float32, local=True)
+
+
+def _backends_on(device: torch.device) -> tuple[str, ...]:
+    q, _, v, g = (x.to(device) for x in _gated(1, "vector", torch.float32))
+    return ("torch", "triton") if choose_backend("auto", q, v, {"g": g}, 64) == "triton" else ("torch",)
+
+
+def delta_rule_cases(device: torch.device) -> Iterator[Case]:
+    """Every gate, and convolutions; packed documents in zigzag."""
+    dtypes = (torch.float32, torch.bfloat16)
+    for gate, backend, dtype in product(("none", "scalar", "vector"), _backends_on(device), dtypes):
+        name = call_name("delta_rule", gate, backend, dtype_name(dtype))
+        yield Case("delta-rule", name, partial(_delta_rule, gate, backend, dtype), dtype)
+    for dtype in dtypes:
+        yield Case("delta-rule", call_name("short_conv", dtype_name(dtype)), partial(_short_conv, dtype), dtype)
+
+
+def _packed(whole: Sequence[Tensor], axis: Axis, device: torch.device) -> tuple[list[Tensor], Tensor, weft.Sequence]:
+    """This rank's part of tensors with tokens, a weight for what is like the third, and two documents in zigzag."""
+    cut = [weft.shard(x, 1, layout="zigzag", group=axis) if x.ndim > 1 else x for x in whole]
+    weight = draw(9, *whole[2].shape, dtype=whole[2].dtype)
+    bounds = [0, TOKENS * axis.size // 3, TOKENS * axis.size]
+    where = weft.sequence(cut[2].shape[1], layout="zigzag", cu_seqlens=bounds, group=axis)
+    return leaves(cut, device), weft.shard(weight, 1, layout="zigzag", group=axis).to(device), where
 
 
 def _linear_attention(gate: str, backend: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
-    whole = _gated(axis.size, gate, dtype)
-    cut = [weft.shard(x, 1, layout="zigzag", group=axis) if x.ndim > 1 else x for x in whole]
-    given = leaves(cut, device)
-    weight = weft.shard(draw(9, *whole[2].shape, dtype=dtype), 1, layout="zigzag", group=axis).to(device)
-    bounds = [0, TOKENS * axis.size // 3, TOKENS * axis.size]
-    where = weft.sequence(cut[0].shape[1], layout="zigzag", cu_seqlens=bounds, group=axis)
+    given, weight, where = _packed(_gated(axis.size, gate, dtype), axis, device)
     used = backend if runs_behind(device) else "torch"
     return lambda: with_gradients(lambda: weft.linear_attention(*given, sequence=where, backend=used)[0], given, weight)
+
+
+def _delta_rule(gate: str, backend: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
+    q, k, v, *g = _gated(axis.size, gate, dtype)
+    k, beta = torch.nn.functional.normalize(k, dim=-1), draw(5, *k.shape[:3], dtype=dtype).sigmoid()
+    given, weight, where = _packed([q, k, v, beta, *g], axis, device)
+    used = backend if runs_behind(device) else "torch"
+    return lambda: with_gradients(lambda: weft.delta_rule(*given, sequence=where, backend=used)[0], given, weight)
+
+
+def _short_conv(dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
+    x = _gated(axis.size, "none", dtype)[2].flatten(2)
+    (x, _, _), weight, where = _packed([x, x, x], axis, device)
+    (taps,) = leaves([draw(6, x.shape[2], 4, dtype=dtype)], device)
+    return lambda: with_gradients(
+        lambda: weft.short_conv(x, taps, activation="silu", sequence=where)[0], [x, taps], weight
+    )
+
+
+def _selective_scan(axis: Axis, device: torch.device) -> Work:
+    q, k, v, _ = (x.float() for x in _gated(axis.size, "scalar", torch.float32))
+    (B, C, u, d), weight, where = _packed([k[:, :, 0], q[:, :, 0], v.flatten(2), v.flatten(2).abs() / 20], axis, device)
+    given = [u, d, *leaves([-draw(5, u.shape[2], DIM).abs().float()], device), B, C]
+    return lambda: with_gradients(lambda: weft.selective_scan(*given, sequence=where)[0], given, weight)
 
 
 def _mamba2(backend: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
