@@ -43,9 +43,10 @@ def write_config(folder: Path, config: TrainConfig) -> str:
 
 @contextmanager
 def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """It hears SIGINT, also where these tests run in the background of a shell, which ignores it."""
     process = subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         yield process

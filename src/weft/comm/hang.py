@@ -6,12 +6,12 @@ rendezvous store. One of the stuck ranks, the reader, reads what all have publis
 in all. The others read two keys. A reader that ends, or waits no longer, is followed by another one.
 
 A reason to give up is one of two things about a call that somebody waits in now: another rank made it differently, or
-could not make it. The reader writes the reason once, all close the group, and whoever then fails raises it. A call that
-nobody waits for any more is no reason.
+could not make it. The reader writes the reason once, all close the group, and whoever then fails raises it.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import logging
@@ -231,8 +231,7 @@ class HangDetector:
 
     def _look(self, store: Any) -> Fault | None:
         """`_find_reason`, if anything has changed since the last look that found none."""
-        changes = store.add("changes", 0)
-        if changes == self._looked:
+        if (changes := store.add("changes", 0)) == self._looked:
             return None
         if (reason := self._find_reason(store)) is None:
             self._looked = changes
@@ -278,20 +277,22 @@ def _read(store: Any, key: str) -> bytes:
 _detectors: weakref.WeakSet[HangDetector] = weakref.WeakSet()
 _watcher: threading.Thread | None = None
 _starting = threading.Lock()
+_ending = threading.Event()
 
 
 def _start_watcher() -> None:
-    """Start the one watching thread of this process, with the first wait."""
-    global _watcher
+    global _watcher  # one thread of this process, from the first wait on
     with _starting:
         if _watcher is None:
             _watcher = threading.Thread(target=_watch, name="weft hang detection", daemon=True)
             _watcher.start()
+            # As the interpreter ends, a thread within a call of the store would abort the process.
+            atexit.register(_watcher.join, PERIOD)
+            atexit.register(_ending.set)  # before that
 
 
 def _watch() -> None:
-    while True:
-        time.sleep(PERIOD)
+    while not _ending.wait(PERIOD):
         for detector in list(_detectors):
             try:
                 detector.inspect()
