@@ -62,7 +62,7 @@ def _indices(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple
         tokens += range(len(places), len(places) + length)
         places += [*range(start, start + length), *[total] * (filled - length)]
         start += length
-    return tuple(copy_to_device(torch.tensor(one, dtype=torch.int64), device) for one in (places, tokens))  # type: ignore[return-value]
+    return tuple(copy_to_device(torch.tensor(one, dtype=torch.int64, device="cpu"), device) for one in (places, tokens))  # type: ignore[return-value]
 
 
 class _Recurrence:
