@@ -16,6 +16,8 @@ from weft.world.simulated.streams import Stream, backwards, current_stream, this
 
 _C: Any = torch._C
 _LAST_NUMBER = 2**62  # an AccumulateGrad has a number beyond it
+# Found once: with an error pending, asking for an attribute of ctypes is an error in itself.
+_raise_pending = ctypes.pythonapi.PyErr_Occurred
 
 
 class _Backward:
@@ -75,7 +77,7 @@ class DeviceGuard(_C._acc.DeviceGuard):
 
     def type_(self) -> Any:
         try:
-            ctypes.pythonapi.PyErr_Occurred()  # raises what is pending
+            _raise_pending()
         except BaseException as error:
             running: Any = this_thread.backward or backwards[-1]
             running.error = error
