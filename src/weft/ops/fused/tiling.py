@@ -68,7 +68,7 @@ def tile(
         elif vector:
             rows, wide_k, warps = 32, 64 if keys > 64 else 32, 4
         else:
-            rows, wide_k, warps = 32 if max(keys, values) > 128 else 64, 64, 8
+            rows, wide_k, warps = min(32, max(16, chunk // 2)) if max(keys, values) > 128 else 64, 64, 8
         # With fp32 a loop over V next to fp64 logs is where registers end.
         narrow = {"scalar": ("query_grads", "key_grads"), "vector": ("key_grads",)}.get(gate, ())
         wide_v = 16 if exact and kernel in narrow else wide_k
