@@ -15,8 +15,8 @@ from weft.check.case import Case, Work, call_name, draw, dtype_name, leaves, wit
 from weft.comm import Axis
 from weft.comm.device import runs_behind
 from weft.ops.attention.distributed import METHODS as ATTENTION_METHODS
-from weft.ops.fused.tiling import choose_backend
 from weft.ops.scan import METHODS as SCANS
+from weft.ops.scan.arguments import choose_backend
 
 TOKENS, DIM = 96, 32  # of a rank; of a head
 GATES = ("none", "constant", "scalar", "vector")

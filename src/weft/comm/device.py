@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -65,10 +66,20 @@ def choose_device(name: str = "auto", number: int = 0, ranks: int = 1) -> torch.
     return device
 
 
-def devices_with_autocast() -> tuple[str, ...]:
-    """The kinds of device that an autocast may be set for here."""
-    kind = torch.accelerator.current_accelerator()
-    return ("cpu",) if kind is None else ("cpu", kind.type)
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """As if there were no ``torch.autocast`` around this thread. Also a decorator.
+
+    >>> with torch.autocast("cpu", torch.bfloat16), outside_autocast():
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.float32
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for device in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def stream_number(device: torch.device) -> int:

@@ -9,7 +9,9 @@ an ordinary one. So what is kept is made outside the first, and the second neith
 from __future__ import annotations
 
 import functools
+import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -19,13 +21,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from weft.comm.axis import Axis
-from weft.comm.device import devices_with_autocast, stream_number
+from weft.comm.device import outside_autocast, runs_behind, stream_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+SPARE_BYTES = 64 << 20  # of borrowed memory that a thread keeps
 
 
 def tensors_are_real() -> bool:
@@ -67,19 +70,46 @@ def keep_tensors(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-@contextmanager
-def outside_autocast() -> Iterator[None]:
-    """As if there were no ``torch.autocast`` around this thread. Also a decorator.
+class ReusedMemory(threading.local):
+    """Memory a thread reuses: buffers by name, and those that were borrowed and given back.
 
-    >>> with torch.autocast("cpu", torch.bfloat16), outside_autocast():
-    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-    torch.float32
+    Fresh memory comes from the system page by page, and for buffers written once that costs as much as a product. What
+    is in a named buffer does not outlive the work on it, so calls in flight in one thread can share them.
     """
-    with ExitStack() as stack:
-        for device in devices_with_autocast():
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+
+    def __init__(self) -> None:
+        self._named: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._spare: list[Tensor] = []
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A dense buffer; what it held under the same name is lost."""
+        size, key = math.prod(shape), (name, dtype, device)
+        held = self._named.get(key)
+        if held is None or held.numel() < size:
+            with ordinary():
+                held = self._named[key] = torch.empty(size, dtype=dtype, device=device)
+        return held[:size].view(shape)
+
+    def borrow(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that lasts until it is given back."""
+        for i, held in enumerate(self._spare):
+            if held.shape == shape and held.dtype == dtype and held.device == device:
+                return self._spare.pop(i)
+        with ordinary():
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    def give_back(self, borrowed: Sequence[Tensor]) -> None:
+        self._spare.extend(borrowed)
+        while sum(one.nbytes for one in self._spare) > SPARE_BYTES:
+            self._spare.pop(0)
+
+
+_memory = ReusedMemory()
+
+
+def reused_memory(device: torch.device) -> ReusedMemory:
+    """This thread's. A device's allocator keeps memory by itself, for each stream; there it is new each time."""
+    return _memory if tensors_are_real() and not runs_behind(device) else ReusedMemory()
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
-from weft.comm.device import copy_to_device
-from weft.comm.function import outside_autocast
+from weft.comm.device import copy_to_device, outside_autocast
 from weft.ops.embedding import RowTable
 from weft.optim.step.verdict import device_of
 from weft.parallel.dtensor import is_dtensor, local_of, whole_of

@@ -7,7 +7,7 @@ import torch
 from ranks import errors_of
 
 import weft
-from weft.ops.fused.tiling import choose_backend
+from weft.ops.scan.arguments import choose_backend
 
 Q = torch.randn(1, 6, 2, 4)
 V = torch.randn(1, 6, 4, 3)

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from weft.ops.scan.grid import LOG_FLOOR, Grid
-from weft.ops.scan.levels import halves, level_blocks, level_sizes, times, times_transposed
+from weft.ops.scan.grid import LOG_FLOOR, Grid, halves, level_blocks, level_sizes, times, times_transposed
 
 LOG2E = math.log2(math.e)
 

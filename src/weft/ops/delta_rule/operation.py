@@ -14,7 +14,6 @@ from weft.ops.delta_rule.backward import ChunkBackward
 from weft.ops.delta_rule.chunk import ChunkForward, Inputs
 from weft.ops.delta_rule.fused.phases import FusedBackward, FusedForward
 from weft.ops.delta_rule.fused.tiling import MAX_CHUNK
-from weft.ops.fused.tiling import choose_backend, find_triton_fault
 from weft.ops.scan import Kind
 from weft.ops.scan.arguments import StateArguments, StateOptions
 from weft.ops.scan.passes import run_backward, run_forward
@@ -30,6 +29,7 @@ class Options(StateOptions):
     """A document's map is a dense matrix, whatever the gate."""
 
     operation = "delta_rule"
+    max_chunk = MAX_CHUNK
 
     @staticmethod
     def chunk_size_on(device: str) -> int:
@@ -98,20 +98,11 @@ def delta_rule(
         method, chunk_size, backend, sequence, group,
     )  # fmt: skip
 
-    others = {"beta": beta, "g": g}
-
     def read_options(axis: Axis) -> Options | Exception:
-        def find_backend_fault(place: str) -> Exception | None:
-            size = chunk_size or Options.chunk_size_on(q.device.type)
-            if backend != "triton" or (reason := find_triton_fault(q, v, others, size, MAX_CHUNK)) is None:
-                return None
-            return ValueError(f"delta_rule: backend 'triton' {reason} {place}; backend='torch' takes it")
-
-        find_gate_fault = functools.partial(_find_gate_fault, q, v, beta, g)
-        return given.read(Options, axis.rank, tuple(FORWARD), find_gate_fault, find_backend_fault)
+        return given.read(Options, axis.rank, tuple(FORWARD), functools.partial(_find_gate_fault, q, v, beta, g))
 
     axis, options = read_on_axis("delta_rule", group, sequence, read_options)
-    kernels = choose_backend(backend, q, v, others, options.chunk_size, MAX_CHUNK)
+    kernels = given.choose_backend(options)
     o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence, kernels)
     return o, final
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels take, which blocks they work in, and where chunks and pieces lie.
+"""Which blocks the Triton kernels work in, and where chunks and pieces lie.
 
 Blocks are a function of the shapes alone, so that the same inputs give the same bits. The recurrence over chunks is
 sequential. So that it fills a GPU a segment is cut into pieces of some chunks: states are computed from zero where a
@@ -7,9 +7,6 @@ piece begins, and a scan over the pieces gives what arrives there.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +16,10 @@ from weft.comm.device import copy_to_device
 from weft.comm.function import keep_tensors
 from weft.ops.scan.grid import Grid
 
-MAX_DIM = 256  # K and V
-MAX_CHUNK = 128
-MAX_CELLS = 65535  # batch times value heads: the third axis of a grid, and CUDA takes no more there
 # Programs wanted of the kernel that walks through chunks one after the other: about four for each multiprocessor.
 PROGRAMS = 512
 # Chunks a piece has at least: the state at its border is an extra state to write and to read.
 PIECE = 8
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -99,35 +92,6 @@ def round_up(dim: int) -> int:
 def precision(exact: bool) -> str:
     """How products are taken: tf32 holds half precision exactly; fp32 takes three products of heads and remainders."""
     return "tf32x3" if exact else "tf32"
-
-
-def choose_backend(
-    backend: str, q: Tensor, v: Tensor, others: Mapping[str, Tensor | None], chunk_size: int, max_chunk: int = MAX_CHUNK
-) -> str:
-    """ "torch" or "triton": auto takes Triton for CUDA tensors where it can."""
-    if backend != "auto":
-        return backend
-    return "triton" if q.is_cuda and find_triton_fault(q, v, others, chunk_size, max_chunk) is None else "torch"
-
-
-def find_triton_fault(
-    q: Tensor, v: Tensor, others: Mapping[str, Tensor | None], chunk_size: int, max_chunk: int = MAX_CHUNK
-) -> str | None:
-    """Why Triton's kernels cannot take these inputs, ``others`` (g, beta) among them; None if they can."""
-    if q.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs CUDA tensors (or TRITON_INTERPRET=1, set before the start), got {q.device.type}"
-    if q.device.type != "meta" and importlib.util.find_spec("triton") is None:
-        return "needs triton, which is not installed"
-    for label, x in {"q, k, v": q, **others}.items():
-        if x is not None and x.dtype not in _DTYPES:
-            return f"takes bfloat16, float16 or float32, got {label} in {str(x.dtype).removeprefix('torch.')}"
-    if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
-        return f"takes K and V up to {MAX_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
-    if q.shape[0] * v.shape[2] > MAX_CELLS:
-        return f"takes batches times value heads up to {MAX_CELLS:,}, got {q.shape[0]} x {v.shape[2]}"
-    if chunk_size > max_chunk:
-        return f"takes chunk_size up to {max_chunk}, got {chunk_size}"
-    return None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile
-from weft.ops.scan.levels import level_blocks, level_sizes
+from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile, level_blocks, level_sizes
 
 LOG2E = math.log2(math.e)
 # Blocks of the decay matrix up to this many tokens are exponentials of differences, larger ones outer products.

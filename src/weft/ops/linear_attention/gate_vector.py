@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.linear_attention.gate import LOG2E, Gate, Gradients
-from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile
-from weft.ops.scan.levels import halves, level_blocks, level_sizes, times, times_transposed
+from weft.ops.scan.grid import LOG_FLOOR, Grid, Tile, halves, level_blocks, level_sizes, times, times_transposed
 
 
 class VectorGate(Gate):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.function import RankFunction, eager
-from weft.ops.fused.tiling import choose_backend, find_triton_fault
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward
 from weft.ops.scan import Kind
@@ -95,16 +94,10 @@ def linear_attention(
     )  # fmt: skip
 
     def read_options(axis: Axis) -> Options | Exception:
-        def find_backend_fault(place: str) -> Exception | None:
-            if backend != "triton" or (reason := find_triton_fault(q, v, {"g": g}, chunk_size or CHUNK_SIZE)) is None:
-                return None
-            return ValueError(f"linear_attention: backend 'triton' {reason} {place}; backend='torch' takes it")
-
-        find_gate_fault = functools.partial(_find_gate_fault, q, v, g)
-        return given.read(Options, axis.rank, tuple(FORWARD), find_gate_fault, find_backend_fault)
+        return given.read(Options, axis.rank, tuple(FORWARD), functools.partial(_find_gate_fault, q, v, g))
 
     axis, options = read_on_axis("linear_attention", group, sequence, read_options)
-    kernels = choose_backend(backend, q, v, {"g": g}, options.chunk_size)
+    kernels = given.choose_backend(options)
     o, final = LinearAttention.apply(q, k, v, g, initial_state, options, axis, sequence, kernels)
     return o, final
 

@@ -19,10 +19,10 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.function import tensors_are_real
-from weft.ops.fused.tiling import find_triton_fault
 from weft.ops.linear_attention.operation import CHUNK_SIZE, FORWARD, LinearAttention
 from weft.ops.linear_attention.operation import Options as ScanOptions
 from weft.ops.scan import METHODS
+from weft.ops.scan.arguments import find_triton_fault
 from weft.ops.sequence.layout import DTYPES, Bounds, read_sequence
 
 _NAME = "mamba2"

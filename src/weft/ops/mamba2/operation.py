@@ -11,8 +11,8 @@ from torch.nn.functional import silu, softplus
 
 from weft.comm import Axis
 from weft.comm.function import eager
-from weft.ops.fused.tiling import choose_backend
 from weft.ops.mamba2.arguments import Mamba2Scan, Options, read_options
+from weft.ops.scan.arguments import choose_backend
 from weft.ops.sequence.layout import Sequence, read_on_axis
 
 

@@ -1,7 +1,9 @@
-"""What operations that carry a state along the tokens take alike: their arguments, checks and options."""
+"""What operations that carry a state along the tokens take alike: arguments, checks, options, which kernels."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -24,12 +26,19 @@ from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, read_tokens
 
 _KINDS = "a floating tensor"
 
+# What the Triton kernels take.
+MAX_DIM = 256  # K and V
+MAX_CHUNK = 128
+MAX_CELLS = 65535  # batch times value heads: the third axis of a grid, and CUDA takes no more there
+_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @dataclass(frozen=True)
 class StateOptions:
     """What the ranks must have in common: everything but their lengths."""
 
     operation: ClassVar[str]  # what their calls are named
+    max_chunk: ClassVar[int] = MAX_CHUNK  # of the Triton kernels
     q: tuple[int, ...]
     v: tuple[int, ...]
     g: tuple[int, ...] | None
@@ -88,12 +97,12 @@ class StateArguments:
 
     def read(
         self, kind: type[OptionsT], rank: int, backends: tuple[str, ...],
-        find_gate_fault: Callable[[str], Exception | None], find_backend_fault: Callable[[str], Exception | None],
+        find_gate_fault: Callable[[str], Exception | None],
     ) -> OptionsT | Exception:  # fmt: skip
         """What the ranks must have in common, in options of ``kind``; or the first thing wrong with the arguments.
 
-        ``find_gate_fault`` looks at the shapes of rates and g once q, k and v are right, ``find_backend_fault`` at a
-        backend that is there. Both get the words for where they are.
+        ``find_gate_fault`` looks at the shapes of rates and g once q, k and v are right, and gets the words for where
+        they are.
         """
         where = read_tokens(
             self.operation, rank, self.q, self.k, self.v, "T", _KINDS, self.layout, self.cu_seqlens, self.group,
@@ -110,7 +119,7 @@ class StateArguments:
             or find_flag_fault(name, "output_final_state", self.output_final_state, rank)
             or self._find_method_fault(rank, place)
             or find_choice_fault(name, "backend", self.backend, rank, ("auto", *backends))
-            or find_backend_fault(place)
+            or self._find_backend_fault(kind, place)
         )
         return fault or self._options(kind, *where)
 
@@ -164,6 +173,22 @@ class StateArguments:
             return ValueError(f"{name}: initial_state must be {list(wanted)}, got {list(initial.shape)} {place}")
         return None
 
+    def choose_backend(self, options: StateOptions) -> str:
+        """Of the ``options`` that were read: "torch" or "triton"."""
+        return choose_backend(self.backend, self.q, self.v, self._gates, options.chunk_size, options.max_chunk)
+
+    @property
+    def _gates(self) -> dict[str, Tensor | None]:
+        return {**self.rates, "g": self.g}
+
+    def _find_backend_fault(self, kind: type[StateOptions], place: str) -> Exception | None:
+        if self.backend != "triton":
+            return None
+        size = self.chunk_size or kind.chunk_size_on(self.q.device.type)
+        if (reason := find_triton_fault(self.q, self.v, self._gates, size, kind.max_chunk)) is None:
+            return None
+        return ValueError(f"{self.operation}: backend 'triton' {reason} {place}; backend='torch' takes it")
+
     def _find_method_fault(self, rank: int, place: str) -> Exception | None:
         name, size = self.operation, self.chunk_size
         if fault := find_choice_fault(name, "method", self.method, rank, ("auto", *METHODS)):
@@ -175,3 +200,32 @@ class StateArguments:
         if size < 1 or size & (size - 1):
             return ValueError(f"{name}: chunk_size must be a power of two, got {size} {place}")
         return None
+
+
+def choose_backend(
+    backend: str, q: Tensor, v: Tensor, others: Mapping[str, Tensor | None], chunk_size: int, max_chunk: int = MAX_CHUNK
+) -> str:
+    """ "torch" or "triton": auto takes Triton for CUDA tensors where it can."""
+    if backend != "auto":
+        return backend
+    return "triton" if q.is_cuda and find_triton_fault(q, v, others, chunk_size, max_chunk) is None else "torch"
+
+
+def find_triton_fault(
+    q: Tensor, v: Tensor, others: Mapping[str, Tensor | None], chunk_size: int, max_chunk: int = MAX_CHUNK
+) -> str | None:
+    """Why Triton's kernels cannot take these inputs, ``others`` (g, beta) among them; None if they can."""
+    if q.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs CUDA tensors (or TRITON_INTERPRET=1, set before the start), got {q.device.type}"
+    if q.device.type != "meta" and importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    for label, x in {"q, k, v": q, **others}.items():
+        if x is not None and x.dtype not in _FUSED_DTYPES:
+            return f"takes bfloat16, float16 or float32, got {label} in {str(x.dtype).removeprefix('torch.')}"
+    if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
+        return f"takes K and V up to {MAX_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
+    if q.shape[0] * v.shape[2] > MAX_CELLS:
+        return f"takes batches times value heads up to {MAX_CELLS:,}, got {q.shape[0]} x {v.shape[2]}"
+    if chunk_size > max_chunk:
+        return f"takes chunk_size up to {max_chunk}, got {chunk_size}"
+    return None

@@ -9,38 +9,20 @@ the recurrence over chunks touches one contiguous block.
 
 from __future__ import annotations
 
-import math
-import threading
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weft.comm.device import copy_to_device, runs_behind
-from weft.comm.function import ordinary, tensors_are_real
+from weft.comm.device import copy_to_device
+from weft.comm.function import reused_memory
 
 # Elements of one tile buffer. Around 1 MB in fp32: small enough for the cache, large enough to hide Python.
 TILE_ELEMENTS = 1 << 18
 # exp of this is exactly zero in every dtype, and unlike -inf it can be summed and subtracted: the least log.
 LOG_FLOOR = -1000.0
-# Bytes of state buffers a thread may keep for its next call.
-SPARE_BYTES = 64 << 20
-
-
-class _Memory(threading.local):
-    """Memory a thread reuses: tile buffers by name, and state buffers given back.
-
-    Fresh memory comes from the system page by page, and for buffers written once that costs as much as a product.
-    Nothing of a tile outlives the work on it, so calls in flight in one thread can share the tile buffers. All of it is
-    ordinary memory: see `weft.comm.function`.
-    """
-
-    def __init__(self) -> None:
-        self.tiles: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        self.spare: list[Tensor] = []
-
-
-_memory = _Memory()
+# Blocks up to this many tokens are multiplied elementwise: products of matrices this small are all overhead.
+SMALL = 2
 
 
 @dataclass(frozen=True)
@@ -72,8 +54,7 @@ class Grid:
         self.lengths = lengths
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.device = q.device
-        # A device's allocator keeps memory by itself, for each stream.
-        self._memory = _memory if tensors_are_real() and not runs_behind(q.device) else _Memory()
+        self._memory = reused_memory(q.device)
         # Short documents would be mostly padding in a full chunk.
         # Gates halve the chunk down to single tokens, so it is a power of two.
         self.chunk = 1 << min(chunk_size.bit_length() - 1, max(max(lengths, default=0) - 1, 0).bit_length())
@@ -101,13 +82,7 @@ class Grid:
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """A reused dense buffer; what it held under the same name is lost."""
-        size = math.prod(shape)
-        key = (name, self.dtype, self.device)
-        held = self._memory.tiles.get(key)
-        if held is None or held.numel() < size:
-            with ordinary():
-                held = self._memory.tiles[key] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return held[:size].view(shape)
+        return self._memory.buffer(name, shape, self.dtype, self.device)
 
     def zeros(self, *shape: int) -> Tensor:
         """Zeros in the dtype of the arithmetic."""
@@ -132,19 +107,11 @@ class Grid:
 
     def borrow(self, *shape: int) -> Tensor:
         """Memory that lasts until it is given back."""
-        spare = self._memory.spare
-        for i, held in enumerate(spare):
-            if held.shape == shape and held.dtype == self.dtype and held.device == self.device:
-                return spare.pop(i)
-        with ordinary():
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._memory.borrow(shape, self.dtype, self.device)
 
     def give_back(self, *borrowed: Tensor) -> None:
         """Let a later call of this thread have the memory."""
-        spare = self._memory.spare
-        spare.extend(borrowed)
-        while sum(one.nbytes for one in spare) > SPARE_BYTES:
-            spare.pop(0)
+        self._memory.give_back(borrowed)
 
     # Tokens to grid and back.
 
@@ -288,3 +255,41 @@ def _accumulate(total: Tensor, state: Tensor, decay: Tensor | None) -> None:
         total.add_(state)
     else:
         total.addcmul_(state, decay)
+
+
+# A chunk in halves, again and again: each pair of tokens lies across the middle of one block of 2, 4, ... C tokens.
+
+
+def level_sizes(chunk: int) -> list[int]:
+    """1, 2, 4, ... below the chunk: the halves of the blocks a chunk is made of, level by level."""
+    return [1 << level for level in range(chunk.bit_length() - 1)]
+
+
+def level_blocks(matrix: Tensor, size: int) -> Tensor:
+    """The pairs (second half, first half) of the blocks of a level in [n, C, C]: a view [n, blocks, size, size]."""
+    count = matrix.shape[1] // (2 * size)
+    blocks = matrix.view(-1, count, 2, size, count, 2, size)[:, :, 1, :, :, 0]
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
+def halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """First and second halves of the blocks of a level in [n, C, D]: two views [n, blocks, size, D]."""
+    blocks = x.unflatten(1, (-1, 2, size))
+    return blocks[:, :, 0], blocks[:, :, 1]
+
+
+def times_transposed(x: Tensor, y: Tensor) -> Tensor:
+    """x y^T over the last two dimensions, [n, blocks, size, size]."""
+    if x.shape[2] <= SMALL:
+        return (x.unsqueeze(3) * y.unsqueeze(2)).sum(-1)
+    return x @ y.mT
+
+
+def times(block: Tensor, x: Tensor) -> Tensor:
+    """block [n, blocks, size, size] times x [n, blocks, size, D]."""
+    if x.shape[2] > SMALL:
+        return block @ x
+    product = block[..., :1] * x[:, :, :1]
+    for j in range(1, x.shape[2]):
+        product.addcmul_(block[..., j : j + 1], x[:, :, j : j + 1])
+    return product

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.function import outside_autocast
+from weft.comm.device import outside_autocast
 from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.matrix.plan import Plan, Planner
 from weft.optim.matrix.rule import EigenError, Settings

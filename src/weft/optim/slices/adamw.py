@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from weft.comm import Axis
 from weft.comm.arguments import at, find_integer_fault, read
-from weft.comm.function import outside_autocast
+from weft.comm.device import outside_autocast
 from weft.errors import as_fault
 from weft.optim.owners import Held, OwnedPart, Owners
 from weft.optim.slices.layout import (

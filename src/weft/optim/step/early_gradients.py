@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.comm.device import Written, runs_behind
-from weft.comm.function import outside_autocast
+from weft.comm.device import Written, outside_autocast, runs_behind
 from weft.optim.step.compare import names_of, parameters_of
 from weft.optim.step.part import StepPart
 from weft.optim.step.run import StepRun, Unit

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import read
-from weft.comm.device import runs_behind
-from weft.comm.function import outside_autocast
+from weft.comm.device import outside_autocast, runs_behind
 from weft.optim.step.compare import (
     Examined,
     Findings,
