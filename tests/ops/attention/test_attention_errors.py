@@ -19,6 +19,7 @@ from weft.ops.attention.blockwise import (
 from weft.ops.attention.distributed import choose_method
 from weft.ops.attention.gather import choose_strides
 from weft.ops.attention.plan import UNLIMITED, Block, plan_attention
+from weft.ops.sequence.layout import lay_out
 
 Q = torch.randn(1, 6, 6, 4)
 
@@ -184,7 +185,7 @@ def test_chosen_strides_are_small_at_both_ends(size: int) -> None:
     ],
 )
 def test_the_choice_of_a_method(size, heads, kv_heads, layout, causal, window, method) -> None:
-    plan = plan_attention((64,) * size, layout, None, causal, window)
+    plan = plan_attention(lay_out((64,) * size, layout), (64,) * size, None, causal, window)
     assert choose_method(plan, heads, kv_heads, torch.bfloat16, None) == method
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from weft.ops.sequence.layout import Bounds, Sequence, TokenRun, document_at, lay_out
+from weft.ops.sequence.layout import Bounds, Sequence, TokenRun, document_at
 
 UNLIMITED = 1 << 60  # a window's side that nothing limits
 LARGEST_TILE, SMALLEST_TILE = 512, 64  # queries at a time under a window: their band is what gets computed
@@ -64,6 +64,7 @@ class AttentionPlan:
     tiles: list[list[QueryTile]]  # by rank
     left: int
     right: int
+    _runs: list[list[TokenRun]] = field(default_factory=list)  # by rank
     _blocks: dict[tuple[int, tuple[KeySpan, ...]], list[tuple[QueryTile, list[Block]]]] = field(default_factory=dict)
     _ranges: dict[tuple[int, int], Ranges] = field(default_factory=dict)
     _visible: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -116,9 +117,11 @@ class AttentionPlan:
         )
 
     def _runs_of(self, rank: int) -> list[TokenRun]:
-        """At most two: a zigzag rank's second run is as far from the end as its first from the beginning."""
-        places = sorted({rank, len(self.runs) - 1 - rank})
-        return [self.runs[place] for place in places if self.runs[place].rank == rank]
+        if not self._runs:
+            self._runs = [[] for _ in self.lengths]
+            for run in self.runs:
+                self._runs[run.rank].append(run)
+        return self._runs[rank]
 
     def _visible_keys(self, tile: QueryTile) -> tuple[int, int]:
         low, high = tile.document
@@ -194,13 +197,14 @@ def count(ranges: Ranges) -> int:
 
 @lru_cache(maxsize=16)
 def plan_attention(
-    lengths: tuple[int, ...], layout: str, bounds: tuple[int, ...] | None, causal: bool, window: tuple[int, int]
+    runs: tuple[TokenRun, ...], lengths: tuple[int, ...], bounds: Bounds | None, causal: bool, window: tuple[int, int]
 ) -> AttentionPlan:
-    """The plan of ranks that hold ``lengths`` tokens, with documents between ``bounds`` (None: one)."""
+    """The plan of ranks that hold ``runs``, ``lengths`` tokens of each, with documents between ``bounds``
+    (None: one).
+    """
     left, right = (UNLIMITED if side < 0 else side for side in window)
     right = 0 if causal else right
     bounds = bounds or (0, sum(lengths))
-    runs = lay_out(lengths, layout)
     tiles: list[list[QueryTile]] = [[] for _ in lengths]
     for run in runs:
         position, end = run.offset, run.offset + run.length
@@ -247,4 +251,4 @@ class Options:
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""
-        return plan_attention(sequence.lengths, sequence.layout, sequence.bounds, self.causal, self.window)
+        return plan_attention(sequence.runs, sequence.lengths, sequence.bounds, self.causal, self.window)

@@ -18,6 +18,7 @@ from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, forw
 from weft.ops.attention.gather import choose_strides
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.plan import AttentionPlan, Options, plan_attention
+from weft.ops.sequence.layout import TokenRun
 
 AHEAD = 2  # parts on their way before the first is computed
 
@@ -148,5 +149,7 @@ def _own_only(kv: KVExchange) -> Iterator[KVBlock]:
 
 def _alone(options: Options, plan: AttentionPlan) -> tuple[Call, AttentionPlan]:
     """A world of one, with the same sequence on it."""
-    whole = plan_attention((sum(plan.lengths),), "contiguous", options.cu_seqlens, options.causal, options.window)
+    total = sum(plan.lengths)
+    run = TokenRun(0, 0, total, 0)
+    whole = plan_attention((run,), (total,), options.cu_seqlens, options.causal, options.window)
     return Axis.over(SoloWire()).begin("ulysses"), whole

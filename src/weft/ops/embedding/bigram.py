@@ -15,7 +15,7 @@ from weft.comm.arguments import find_integer_fault, find_tensor_fault, read, sho
 from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.ops.embedding.sharded import ShardedEmbedding
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.layout import Bounds, axis_of, lay_out, read_bounds, read_sequence, resolve, run_lengths
+from weft.ops.sequence.layout import Bounds, axis_of, read_bounds, read_sequence, resolve, run_lengths
 
 _DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -177,7 +177,7 @@ class BigramHashEmbedding(ShardedEmbedding):
         previous: dict[int, list[int]] = {}
         seen: dict[int, int] = {}
         last: list[int] | None = None  # tokens of the run before
-        for run in lay_out(where.lengths, where.layout):
+        for run in where.runs:
             number = seen[run.rank] = seen.get(run.rank, -1) + 1
             if not run.length:
                 continue

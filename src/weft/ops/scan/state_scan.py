@@ -17,7 +17,7 @@ from weft.comm import Axis, Call, Path, Pending
 from weft.comm.rounds import ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import schedule
-from weft.ops.sequence.layout import Sequence, lay_out, ranks_of_runs, run_lengths
+from weft.ops.sequence.layout import Sequence, ranks_of_runs, run_lengths
 
 RunMaps = Items[tuple[Tensor | None, Tensor]]  # the ``maps`` of the kernel of each run
 
@@ -104,7 +104,7 @@ def plan_sequence(sequence: Sequence) -> SequencePlan:
     """
     if sequence.bounds is None:
         return plan_dense(sequence.axis, sequence.layout, sequence.length)
-    runs = lay_out(sequence.lengths, sequence.layout)
+    runs = sequence.runs
     segments: list[list[Segment]] = [[] for _ in runs]
     ends = []
     for document, (begin, end) in enumerate(pairwise(sequence.bounds)):

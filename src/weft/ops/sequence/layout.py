@@ -111,6 +111,11 @@ class Sequence:
     bounds: Bounds | None
 
     @property
+    def runs(self) -> tuple[TokenRun, ...]:
+        """Those of all ranks, in the order of the sequence."""
+        return lay_out(self.lengths, self.layout)
+
+    @property
     def length(self) -> int:
         """Tokens of this rank."""
         return self.lengths[self.axis.rank]
@@ -129,7 +134,7 @@ class Sequence:
         >>> sequence(5, cu_seqlens=[0, 2, 5]).positions()
         tensor([0, 1, 0, 1, 2])
         """
-        runs = [run for run in lay_out(self.lengths, self.layout) if run.rank == self.axis.rank]
+        runs = [run for run in self.runs if run.rank == self.axis.rank]
         places = torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
         if self.bounds is not None:
             starts = torch.tensor(self.bounds[:-1], dtype=torch.int64)

@@ -178,7 +178,7 @@ class _Unshard(RankFunction):
         sequence = known or resolve("unshard", call, axis, layout, None)
         slices = call.all_gather(mine, sequence.lengths).wait()
         ctx.how = options, sequence, call.number
-        parts = [slices[run.rank][run.start : run.start + run.length] for run in lay_out(sequence.lengths, layout)]
+        parts = [slices[run.rank][run.start : run.start + run.length] for run in sequence.runs]
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
@@ -195,7 +195,7 @@ class _SumSlices(RankFunction):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, options: _UnshardOptions, sequence: Sequence, of: int) -> Tensor:
         call = sequence.axis.begin("unshard.backward", options, of=of)
-        ordered, runs = whole.detach().movedim(options.dim, 0), lay_out(sequence.lengths, sequence.layout)
+        ordered, runs = whole.detach().movedim(options.dim, 0), sequence.runs
         outgoing = [
             torch.cat([ordered[run.offset : run.offset + run.length] for run in runs if run.rank == rank])
             for rank in range(call.size)
