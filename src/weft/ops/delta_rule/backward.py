@@ -74,7 +74,7 @@ class ChunkBackward:
             tokens, v = TileTokens(grid, tile, laid), grid.take("v", laid.v, tile)
             k, beta, decay = tokens.k, tokens.beta, tokens.decay
             keys = decay.to_end(k, "to end")
-            back.go_back(tile, grid.at(self._w, tile), keys, decay.whole, grads, entering)
+            self._go_back(tile, keys, decay.whole, grads, entering)
             state, value, pairs = grid.at(chain.states, tile), grid.at(chain.values, tile), grid.at(self._pairs, tile)
             leaving = grid.at(back.states, tile, 1)
             dk = torch.bmm(value, leaving.mT, out=grid.buffer("dk", *k.shape))
@@ -101,6 +101,9 @@ class ChunkBackward:
         logs = None if given.g is None or self._dg is None else grid.restore(self._dg, given.g.dtype)
         dg = None if logs is None or given.g is None else logs.view(given.g.shape)
         return dq, dk, dv, dbeta, dg, grid.join_states(entering)
+
+    def _go_back(self, tile: Tile, keys: Tensor, whole: Tensor | None, leaving: Tensor, entering: Tensor) -> None:
+        self._back.go_back(tile, self._grid.at(self._w, tile), keys, whole, leaving, entering)
 
 
 def sum_of_products(grid: Grid, x: Tensor, y: Tensor) -> Tensor:

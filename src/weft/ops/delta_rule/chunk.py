@@ -70,7 +70,7 @@ class ChunkStates:
     """
 
     def __init__(self, grid: Grid, start: Tensor, mapped: bool = False) -> None:
-        self._grid, self._start, self._mapped, self.leaving = grid, start, mapped, start.clone()
+        self._grid, self.start, self._mapped, self.leaving = grid, start, mapped, start.clone()
         self.states = grid.borrow(grid.chunks + 1, *start.shape[1:])
         self.values = grid.empty_table(grid.chunk, start.shape[-1])
 
@@ -84,7 +84,7 @@ class ChunkStates:
             m = first + step
             s, state, after = grid.owner[m], states[step], states[step + 1]
             if m == grid.spans[s][0]:
-                self.states[m, tile.b] = self._start[s, tile.b]
+                self.states[m, tile.b] = self.start[s, tile.b]
             torch.baddbmm(value, mine, state, beta=0 if self._mapped else 1, alpha=-1, out=value)
             if decays is None:
                 torch.baddbmm(state, key, value, out=after)

@@ -14,6 +14,7 @@ from weft.ops.delta_rule.backward import ChunkBackward
 from weft.ops.delta_rule.chunk import ChunkForward, Inputs
 from weft.ops.delta_rule.fused.phases import FusedBackward, FusedForward
 from weft.ops.delta_rule.fused.tiling import MAX_CHUNK
+from weft.ops.delta_rule.two_ranks import WaitingBackward, WaitingForward, cut_heads, second_rank_waits
 from weft.ops.scan import Kind
 from weft.ops.scan.arguments import StateArguments, StateOptions
 from weft.ops.scan.passes import run_backward, run_forward
@@ -103,8 +104,14 @@ def delta_rule(
 
     axis, options = read_on_axis("delta_rule", group, sequence, read_options)
     kernels = given.choose_backend(options)
-    o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence, kernels)
-    return o, final
+    if kernels != "torch" or not second_rank_waits(options, axis, sequence):
+        o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence, kernels, False)
+        return o, final
+    outs = [
+        DeltaRule.apply(x.q, x.k, x.v, x.beta, x.g, initial, part, axis, sequence, kernels, True)[0]
+        for part, x, initial in cut_heads(options, Inputs(q, k, v, beta, g), initial_state)
+    ]
+    return torch.cat(outs, 2), None
 
 
 def _find_gate_fault(q: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, place: str) -> Exception | None:
@@ -128,7 +135,7 @@ class DeltaRule(RankFunction):
 
     Kept for the backward: the inputs, the states that entered this rank's runs and, where one came from another run,
     the run's map [HV, K, K] and what the state was multiplied by, [T, HV, K] in fp32. All else is computed again, under
-    the exchange.
+    the exchange. ``waits``: no document lies on more than two runs; see `two_ranks`.
     """
 
     operation = "delta_rule"
@@ -136,13 +143,15 @@ class DeltaRule(RankFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial: Tensor | None,
-        options: Options, axis: Axis, sequence: Sequence | None, backend: str,
+        options: Options, axis: Axis, sequence: Sequence | None, backend: str, waits: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         batch, inputs = q.shape[0], Inputs(q, k, v, beta, g)
         start = None if initial is None else initial.detach().to(torch.promote_types(q.dtype, torch.float32))
 
-        def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward]:
+        def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward | WaitingForward]:
             return [
+                WaitingForward(inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size)
+                if waits and _enters(run) else
                 FORWARD[backend](
                     inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size,
                     _rows_of(start, run, batch), _enters(run), any(one.path.size > 1 for one in run.segments),
@@ -160,20 +169,24 @@ class DeltaRule(RankFunction):
         transitions, lefts = [kernel.maps[0] for kernel in kernels], [kernel.left for kernel in kernels]
         ctx.save_for_backward(q, k, v, beta, g, initial, *states, *transitions, *lefts)
         ctx.axis = axis
-        ctx.how = options, (plan, done.method, done.number), backend
+        ctx.how = options, (plan, done.method, done.number), backend, waits
         ctx.set_materialize_grads(False)
         return join_runs(outs), None if done.final is None else done.final.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, beta, g, initial, *kept = ctx.saved_tensors
-        options, how, backend = ctx.how
+        options, how, backend, waits = ctx.how
         inputs, runs = Inputs(q, k, v, beta, g), how[0].runs
         do = torch.zeros_like(v) if grad_o is None else grad_o
         count = len(runs)
 
         def work() -> list[ChunkBackward | FusedBackward]:
             return [
+                WaitingBackward(
+                    inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state, do[:, run.tokens]
+                )
+                if waits and _enters(run) else
                 BACKWARD[backend](
                     inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state,
                     do[:, run.tokens], left, transition,
@@ -187,7 +200,7 @@ class DeltaRule(RankFunction):
         grads, start = run_backward(options, ctx.axis, how, q.device, work, grad_final, wanted)
         dq, dk, dv, dbeta = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:4])
         gates = [grad[4] for grad in grads if grad[4] is not None]
-        return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start, None, None, None, None
+        return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start, None, None, None, None, None
 
 
 def _enters(run: LocalRun) -> bool:

@@ -5,6 +5,7 @@ All documents that span runs advance together.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -123,6 +124,15 @@ def plan_sequence(sequence: Sequence) -> SequencePlan:
         if run.rank == sequence.axis.rank
     ]
     return SequencePlan(tuple(local), tuple(ends))
+
+
+def most_places(sequence: Sequence) -> int:
+    """The places of the longest path of a document, whichever ranks it passes."""
+    if sequence.bounds is None:
+        return len(sequence.runs)
+    starts = [run.offset for run in sequence.runs if run.length]
+    spans = [bisect_left(starts, end) - bisect_right(starts, begin) for begin, end in pairwise(sequence.bounds)]
+    return 1 + max(spans)
 
 
 @dataclass(frozen=True)
