@@ -24,10 +24,11 @@ pytestmark = pytest.mark.usefixtures("every_network")
 
 
 @functools.lru_cache(maxsize=32)
-def problem(gate: str, case: Case, size: int, strength: float = 0.02, alike: bool = False):
+def problem(gate: str, case: Case, size: int, strength: float = 0.02, alike: bool = False, has_final: bool = True):
     """Inputs, weights of the loss, and what autograd says of the recurrence on the whole sequence.
 
-    Keys have length 1 and beta goes up to 2; ``alike``: keys are the same for all tokens.
+    Keys have length 1 and beta goes up to 2; ``alike``: keys are the same for all tokens; ``has_final``: final states
+    are part of the loss.
     """
     make = torch.Generator().manual_seed(len(gate) + case.total)
     batch = BATCH if case.bounds is None else 1
@@ -48,7 +49,7 @@ def problem(gate: str, case: Case, size: int, strength: float = 0.02, alike: boo
     leaves = {name: x.requires_grad_() for name, x in given if x is not None}
     lengths = [case.total] if case.bounds is None else [b - a for a, b in pairwise(case.bounds)]
     o, final = delta_reference(q, k, v, beta, g, 0.7, start, lengths)
-    weight, final_weights = draw(*o.shape), [draw(*final.shape) for _ in range(size)]
+    weight, final_weights = draw(*o.shape), [draw(*final.shape) * has_final for _ in range(size)]
     loss = (o * weight).sum() + (final * sum(final_weights)).sum()
     grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
     grads = {name: torch.zeros_like(leaves[name]) if grad is None else grad for name, grad in grads.items()}
@@ -56,9 +57,11 @@ def problem(gate: str, case: Case, size: int, strength: float = 0.02, alike: boo
 
 
 def check(gate: str, case: Case, layout: str, method: str, tolerance: float = 1e-10, strength: float = 0.02,
-          dtype: torch.dtype = torch.float64, chunk_size: int = 4, alike: bool = False) -> None:  # fmt: skip
+          dtype: torch.dtype = torch.float64, chunk_size: int = 4, alike: bool = False,
+          has_final: bool = True, has_sequence: bool = False) -> None:  # fmt: skip
     size = len(case.lengths)
-    leaves, weight, final_weights, o, final, grads = problem(gate, case, size, strength, alike)
+    leaves, weight, final_weights, o, final, grads = problem(gate, case, size, strength, alike, has_final)
+    bounds = None if case.bounds is None else torch.tensor(case.bounds)
 
     def program(axis: weft.Axis):
         def mine(x: Tensor) -> Tensor:
@@ -66,15 +69,20 @@ def check(gate: str, case: Case, layout: str, method: str, tolerance: float = 1e
 
         local = {name: (x.detach().clone() if name == "start" else mine(x)).to(dtype).requires_grad_()
                  for name, x in leaves.items()}  # fmt: skip
+        where = {"layout": layout, "cu_seqlens": bounds, "group": axis}
+        if has_sequence:
+            where = {"sequence": weft.sequence(len(local["q"][0]), **where)}
         out, end = weft.delta_rule(
-            local["q"], local["k"], local["v"], local["beta"], local.get("g"), scale=0.7,
-            initial_state=local["start"], output_final_state=True, layout=layout, group=axis, method=method,
-            cu_seqlens=None if case.bounds is None else torch.tensor(case.bounds), chunk_size=chunk_size,
+            local["q"], local["k"], local["v"], local["beta"], local.get("g"), scale=0.7, **where, method=method,
+            initial_state=local["start"], output_final_state=has_final, chunk_size=chunk_size,
         )  # fmt: skip
-        assert out.dtype == dtype and end.dtype == torch.promote_types(dtype, torch.float32)
-        loss = (out * mine(weight)).sum() + (end * final_weights[axis.rank]).sum()
+        assert out.dtype == dtype and (end is not None) == has_final
+        loss, pairs = (out * mine(weight)).sum(), [(out.detach(), mine(o))]
+        if end is not None:
+            assert end.dtype == torch.promote_types(dtype, torch.float32)
+            loss = loss + (end * final_weights[axis.rank]).sum()
+            pairs.append((end.detach(), final))
         got = dict(zip(local, torch.autograd.grad(loss, list(local.values())), strict=True))
-        pairs = [(out.detach(), mine(o)), (end.detach(), final)]
         pairs += [(got[name], mine(grads[name])) for name in got if name != "start"]
         return worst([(a.double(), b.double()) for a, b in pairs]), got["start"].double()
 

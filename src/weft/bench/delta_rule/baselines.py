@@ -6,7 +6,8 @@ Both differ from `weft.delta_rule` in what they send and when they wait. A conti
   blocking all-gather, then the recurrence again from the state that entered; backward the same for its gradient.
 - `by_heads`, as Megatron-LM: an all-to-all from tokens to heads, the whole sequence of these, and an all-to-all back.
 
-`with_nothing_sent` is what a rank computes in `weft.delta_rule`, maps and correction too, when zeros arrive at once.
+`with_nothing_sent` is what a rank computes in `weft.delta_rule`, maps and correction too (two CPU ranks have none),
+when zeros arrive at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from weft.ops.delta_rule import delta_rule
 from weft.ops.delta_rule.backward import ChunkBackward
 from weft.ops.delta_rule.chunk import ChunkForward, ChunkStates, Inputs, TileTokens, write_outputs
 from weft.ops.delta_rule.operation import Options as DeltaOptions
+from weft.ops.delta_rule.two_ranks import WaitingBackward, WaitingForward
 from weft.ops.scan import Affine
 from weft.ops.scan.gather import fold
 from weft.ops.scan.grid import Grid
@@ -150,7 +152,12 @@ class _Unsent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, axis: Axis) -> Tensor:
         how = q.shape[-1] ** -0.5, [q.shape[1]], DeltaOptions.chunk_size_on(q.device.type)
-        kernel = ChunkForward(Inputs(q, k, v, beta, g), *how, None, enters=axis.rank > 0, waits=axis.size > 1)
+        inputs, ctx.waits = Inputs(q, k, v, beta, g), axis.size == 2 and axis.rank == 1 and q.device.type == "cpu"
+        kernel: ChunkForward | WaitingForward = (
+            WaitingForward(inputs, *how)
+            if ctx.waits
+            else ChunkForward(inputs, *how, None, enters=axis.rank > 0, waits=axis.size > 1)
+        )
         kernel.intra()
         arrived = None if axis.rank == 0 else torch.zeros_like(kernel.maps[1])
         ctx.save_for_backward(q, k, v, beta, g, arrived, kernel.left, kernel.maps[0])
@@ -161,7 +168,12 @@ class _Unsent(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         *given, arrived, left, transition = ctx.saved_tensors
         scale, lengths, chunk = ctx.how
-        kernel = ChunkBackward(Inputs(*given), scale, lengths, chunk, arrived, do, left, transition)
+        inputs = Inputs(*given)
+        kernel = (
+            WaitingBackward(inputs, scale, lengths, chunk, arrived, do)
+            if ctx.waits
+            else ChunkBackward(inputs, scale, lengths, chunk, arrived, do, left, transition)
+        )
         kernel.intra()
         return *kernel.finish(None if ctx.is_last else torch.zeros_like(kernel.maps[1]))[:5], None
 
