@@ -73,7 +73,10 @@ def bench_delta_rule(
     run_on_ranks("delta-rule", ranks, json, facts, run, repeats, tokens, heads, h100_ranks)
 
 
-def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None, repeats: Repeats = 7) -> None:
+def bench_attention(
+    ranks: RankCount = 2, tokens: int | None = None, json: Json = None, repeats: Repeats = 7, packed: bool = False,
+    h100_ranks: tuple[int, ...] = (8, 64),
+) -> None:  # fmt: skip
     """Context-parallel softmax attention beside one process, a strided all-gather, rings and Ulysses.
 
     "x one process" compares with the whole sequence in one process that has a thread for every rank, "x its own work"
@@ -81,13 +84,22 @@ def bench_attention(ranks: RankCount = 2, tokens: int = 4096, json: Json = None,
     they send and when they wait. Peak memory is what a forward and backward add to the resident set.
 
     Args:
-        tokens: Tokens of the whole sequence.
+        tokens: Tokens of the whole sequence; 4096 if left out, 8192 with --packed.
+        packed: Documents of lognormal lengths in every layout, in place of all that. "x its share" compares with the
+            P-th part of the time that one process takes, "work" are the scores that a rank computes.
+        h100_ranks: With --packed, ranks of the tables in virtual time of H100s.
     """
-    check_at_least(1, tokens=tokens, repeats=repeats)
-    from weft.bench.attention.cases import run
+    check_at_least(1, tokens=tokens, repeats=repeats, h100_ranks=h100_ranks)
+    from weft.bench.attention import cases
+    from weft.bench.attention import packed as packed_batches
     from weft.bench.ranks import run_on_ranks
 
-    run_on_ranks("attention", ranks, json, {"tokens": tokens, "repeats": repeats}, run, repeats, tokens)
+    count = tokens or (8192 if packed else 4096)
+    facts = {"tokens": count, "repeats": repeats}
+    if packed:
+        run_on_ranks("attention", ranks, json, facts, packed_batches.run, repeats, count, h100_ranks)
+    else:
+        run_on_ranks("attention", ranks, json, facts, cases.run, repeats, count)
 
 
 def bench_rows(
