@@ -1,0 +1,64 @@
+"""`weft bench attention --packed`: its documents, what its cases compute, and its tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import virtual_world
+
+import weft
+from weft.bench.attention import packed
+from weft.cli import main
+from weft.ops.sequence.layout import LAYOUTS
+
+
+@pytest.mark.parametrize(("tokens", "longest", "median"), [(1, 0, 8), (500, 0, 8), (8192, 4096, 128)])
+def test_documents_fill_the_batch(tokens: int, longest: int, median: int) -> None:
+    bounds = packed.documents(tokens, longest, median)
+    assert bounds[0] == 0 and bounds[-1] == tokens and all(a < b for a, b in pairwise(bounds))
+    assert bounds == packed.documents(tokens, longest, median)
+    assert not longest or longest in {b - a for a, b in pairwise(bounds)}
+
+
+def test_every_layout_computes_the_same_gradients() -> None:
+    bounds = packed.documents(60, longest=24, median=6)
+    make = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 60, heads, 8, generator=make, dtype=torch.float64) for heads in (4, 2, 2)]
+    wanted = packed.alone(bounds, whole)()
+
+    def program(axis: weft.Axis) -> list[float]:
+        errors = []
+        for layout in LAYOUTS:
+            where = weft.sequence(total=60, layout=layout, cu_seqlens=bounds, group=axis)
+            grads = packed.by_layout(axis, layout, bounds, whole)()
+            mine = [weft.shard(x, 1, sequence=where) for x in wanted]
+            errors += [(a - b).abs().max().item() for a, b in zip(grads, mine, strict=True)]
+        return errors
+
+    assert max(max(errors) for errors in virtual_world(3).run(program).results) < 1e-12
+
+
+def test_the_work_of_ranks_is_counted() -> None:
+    """One causal document of 16 tokens: the second half has 100 of 136 scores, but in blocks 64 + 32 of 128."""
+    found = virtual_world(2).run(lambda axis: packed.imbalance(axis, (0, 16))).results
+    assert found[0] == found[1] and found[0]["weft, contiguous"] == 1.5 and found[0]["weft, zigzag"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "packed.json"
+    flags = f"bench attention --packed --tokens 256 --repeats 1 --h100-ranks 2 --json {out}"
+    monkeypatch.setattr(sys, "argv", ["weft", *flags.split()])
+    main()
+    rows = {(row["table"], row["case"]): row for row in json.loads(out.read_text())["rows"]}
+    for table in ("packed", "packed, 2 H100"):
+        assert {case for name, case in rows if name == table} == {packed.ONE, *(f"weft, {one}" for one in LAYOUTS)}
+        for layout in LAYOUTS:
+            row = rows[table, f"weft, {layout}"]
+            assert row["milliseconds"] > 0 and row["to_share"] > 0 and row["busiest"] >= 1
