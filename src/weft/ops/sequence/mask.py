@@ -46,7 +46,7 @@ class Mask:
     True
     """
 
-    slices: tuple[MaskSlice, ...]  # sorted, without queries that see nothing and keys that nobody sees
+    slices: tuple[MaskSlice, ...]  # sorted, `trimmed` and `loosened`
     total: int
     digest: str  # of all of it: what ranks compare
 
@@ -219,19 +219,24 @@ def _read_slices(given: Iterable[Sequence[int | None]], total: int) -> list[Mask
                 if not optional and (fault := find_integer_fault("Mask", f"{name} of a slice", entry, None)):
                     return fault
         said = zip((*entries, None, None), _UNSAID, strict=False)
-        slice_ = MaskSlice._make(unsaid if entry is None else int(entry) for entry, unsaid in said)
+        numbers = (unsaid if entry is None else int(entry) for entry, unsaid in said)
+        slice_ = MaskSlice._make(min(max(number, -UNLIMITED), UNLIMITED) for number in numbers)
         if not (0 <= slice_.q_start <= slice_.q_stop <= total and 0 <= slice_.k_start <= slice_.k_stop <= total):
             return ValueError(f"Mask: slice {show(entries)} is not within the {total} tokens of the sequence")
         if not (slice_ := slice_.trimmed()).is_empty:
-            found.append(slice_)
+            found.append(slice_.loosened())
     found.sort()
     if (overlap := find_overlap(found)) is not None:
         twice = overlap[0].meet(overlap[1])
         return ValueError(
-            f"Mask: slices {tuple(overlap[0])} and {tuple(overlap[1])} both show key {twice.first_key(twice.q_start)} "
+            f"Mask: slices {_show(overlap[0])} and {_show(overlap[1])} both show key {twice.first_key(twice.q_start)} "
             f"to query {twice.q_start}; it would count twice"
         )
     return found
+
+
+def _show(one: MaskSlice) -> str:
+    return show(tuple(None if abs(number) == UNLIMITED else number for number in one))
 
 
 def _read_integers(operation: str, name: str, given: Any) -> tuple[int, ...]:
