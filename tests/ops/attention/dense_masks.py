@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 import weft
@@ -122,3 +123,19 @@ def known_masks(total: int) -> tuple[Known, ...]:
     found.append(Known("slices", weft.Mask(slices, total), by_hand))
     found.append(Known("nothing", weft.Mask([], total), lambda i, j: False))
     return tuple(found)
+
+
+@st.composite
+def drawn_masks(draw: st.DrawFn) -> tuple[weft.Mask, tuple[int, ...]]:
+    """Slices that do not overlap: of those drawn, each that the ones before it allow."""
+    lengths = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=5)))
+    total = sum(lengths)
+    place, limit = st.integers(0, total), st.none() | st.integers(-total - 1, total + 1)
+    mask = weft.Mask([], total)
+    for one in draw(st.lists(st.tuples(place, place, place, place, limit, limit), max_size=8)):
+        slice_ = (*sorted(one[:2]), *sorted(one[2:4]), *one[4:])
+        try:
+            mask = weft.Mask([*mask.slices, slice_], total)
+        except ValueError:  # it overlaps
+            continue
+    return mask, lengths
