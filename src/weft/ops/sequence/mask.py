@@ -124,9 +124,8 @@ class Mask:
         [2, 2, 3, 1, 2]
         """
         bounds, name = _read_documents("Mask.prefix_lm", documents), "Mask.prefix_lm"
-        prefixes = _read_integers(name, "prefix", prefix)
-        if not hasattr(prefix, "__len__") or getattr(prefix, "ndim", 1) == 0:
-            prefixes *= len(bounds) - 1
+        prefixes, single = _read_integers(name, "prefix", prefix)
+        prefixes *= len(bounds) - 1 if single else 1
         if len(prefixes) != len(bounds) - 1:
             raise ValueError(f"{name}: {len(prefixes)} prefixes for {len(bounds) - 1} documents; give one for each")
         slices = []
@@ -160,7 +159,8 @@ class Mask:
         >>> Mask.tree([-1, 0, 0], [3, 2, 2]).count([0, 3, 5, 7])  # two answers to one question
         [6, 9, 9]
         """
-        nodes, sizes = _read_integers("Mask.tree", "parents", parents), _read_integers("Mask.tree", "lengths", lengths)
+        nodes, _ = _read_integers("Mask.tree", "parents", parents)
+        sizes, _ = _read_integers("Mask.tree", "lengths", lengths)
         if len(nodes) != len(sizes) or min(sizes, default=0) < 0:
             raise ValueError(
                 f"Mask.tree: lengths must be one for each of the {len(nodes)} parents and not negative, got "
@@ -239,15 +239,17 @@ def _show(one: MaskSlice) -> str:
     return show(tuple(None if abs(number) == UNLIMITED else number for number in one))
 
 
-def _read_integers(operation: str, name: str, given: Any) -> tuple[int, ...]:
-    """One integer or several, whatever holds them. On a device the host waits for them."""
-    found = read(operation, None, lambda: torch.as_tensor(given))
-    if isinstance(found, Exception):
-        raise TypeError(f"{operation}: {name} must be integers, got {show(given)}")
-    kind = found.dtype
-    if found.numel() and (found.is_meta or kind.is_floating_point or kind.is_complex or kind == torch.bool):
-        raise TypeError(f"{operation}: {name} must be integers, got {kind_of(given)}")
-    numbers = read(operation, None, lambda: tuple(found.reshape(-1).tolist()))
+def _read_integers(operation: str, name: str, given: Any) -> tuple[tuple[int, ...], bool]:
+    """Integers, whatever holds them, and whether it was a single one. On a device the host waits for them."""
+
+    def reading() -> tuple[tuple[int, ...], bool] | Exception:
+        found = torch.as_tensor(given)
+        kind = found.dtype
+        if found.numel() and (found.is_meta or kind.is_floating_point or kind.is_complex or kind == torch.bool):
+            return TypeError(f"{operation}: {name} must be integers, got {kind_of(given)}")
+        return tuple(found.reshape(-1).tolist()), found.ndim == 0
+
+    numbers = read(operation, None, reading)
     if isinstance(numbers, Exception):
         raise numbers
     return numbers
@@ -255,9 +257,8 @@ def _read_integers(operation: str, name: str, given: Any) -> tuple[int, ...]:
 
 def _read_documents(operation: str, documents: Any) -> tuple[int, ...]:
     """The boundaries of documents; of one, if their total is given."""
-    bounds = _read_integers(operation, "documents", documents)
-    if not hasattr(documents, "__len__") or getattr(documents, "ndim", 1) == 0:
-        bounds = (0, *bounds)
+    bounds, single = _read_integers(operation, "documents", documents)
+    bounds = (0, *bounds) if single else bounds
     if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(
             f"{operation}: documents must be how many tokens there are, or boundaries that rise from 0, got "
