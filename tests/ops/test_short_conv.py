@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import EVERY_LAYOUT
 from ranks import errors_of
 from test_linear_attention import BATCH, Case, cases, slice_of, worst
 from torch import Tensor
@@ -87,7 +88,7 @@ def check(case: Case, layout: str, taps: int, silu: bool = True, with_sequence: 
         assert worst([(sum(shares[name] for _, shares in results), grads[name])]) <= tolerance, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("taps", [1, 2, 4, 9])
 def test_every_case_and_world_size(layout: str, taps: int) -> None:
     """Of 9 tokens a rank needs those of two or three ranks before it."""

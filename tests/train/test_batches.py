@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.ops.sequence.layout import LAYOUTS, lay_out, shard_lengths
+from weft.ops.sequence.runs import LAYOUTS, shard_runs
 from weft.train.batches import IGNORED, Batch, Batches, Shard, validation_batches
 from weft.train.corpus import Corpus
 
@@ -58,7 +58,7 @@ def sequences_of(batch: Batch) -> list[int]:
 def put_together(parts: list[Batch], layout: str) -> Batch:
     """A data rank's row again, from the parts of its context ranks."""
     total = parts[0].cu_seqlens[-1]
-    runs = lay_out(shard_lengths(total, layout, len(parts)), layout)
+    runs = shard_runs(total, layout, len(parts), parts[0].cu_seqlens)
     assert all(part.cu_seqlens == parts[0].cu_seqlens for part in parts)
     assert sum(part.tokens.shape[1] for part in parts) == total  # no token twice
     rows = (

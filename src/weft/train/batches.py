@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.ops.sequence.layout import shard_lengths
 from weft.ops.sequence.operation import cut
+from weft.ops.sequence.runs import shard_runs
 from weft.train.corpus import Corpus
 
 IGNORED = -100  # the target of a token that does not count, as in torch's cross_entropy
@@ -47,7 +47,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's place on the mesh; ``layout`` is how context ranks share a row, "contiguous" or "zigzag"."""
+    """A rank's place on the mesh; ``layout`` is how context ranks share a row: see `weft.shard`."""
 
     data_rank: int = 0
     data_size: int = 1
@@ -191,7 +191,7 @@ def _batches(
         lengths = torch.tensor(bounds[1:], dtype=torch.int64) - starts
         positions = torch.arange(len(tokens)) - starts.repeat_interleave(lengths)
         whole_row = tokens[None], targets[None], positions[None], hash_rows(tokens[None], bounds)
-        shards = shard_lengths(len(tokens), shard.layout, shard.context_size)
-        mine = [cut(part, 1, shards, shard.layout, shard.context_rank) for part in whole_row]
+        runs = shard_runs(len(tokens), shard.layout, shard.context_size, bounds)
+        mine = [cut(part, 1, runs, shard.context_rank) for part in whole_row]
         yield Batch(mine[0], mine[1], mine[2], mine[3], bounds)
         position += whole

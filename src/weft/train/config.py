@@ -45,7 +45,8 @@ class TrainConfig:
     tp: int = 1  # Tensor-parallel ranks: heads and hidden units are cut over them.
     wrap: Literal["weft", "ddp", "fsdp2"] = "weft"
     """Who averages dense gradients: one overlapped step, DistributedDataParallel or FSDP2."""
-    layout: Literal["zigzag", "contiguous"] = "zigzag"  # How a sequence is cut over the context-parallel ranks.
+    layout: Literal["zigzag", "contiguous", "balanced"] = "zigzag"
+    """How a sequence is cut over the context-parallel ranks; balanced: the same attention work for its documents."""
     timeout: float = 600.0  # Seconds after which a rank that waits for another gives up.
     grace: float = 25.0
     """Seconds after SIGTERM or Ctrl-C in which the step is finished and saved; then the run ends without."""

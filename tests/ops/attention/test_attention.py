@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import EVERY_LAYOUT
 from test_attention_reference import Case, distance, plain, problem, slice_of
 from torch import Tensor
 from worlds import current_rules, every, virtual_world
@@ -19,7 +20,7 @@ import weft
 from weft.comm.wire import Pending
 from weft.ops.attention import attention, plan
 from weft.ops.attention.distributed import METHODS
-from weft.ops.sequence.layout import LAYOUTS
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS
 from weft.world.virtual_wire import VirtualWire
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -43,7 +44,7 @@ def bounds_of(total: int) -> tuple[int, ...]:
 def run(
     axis: weft.Axis, case: Case, lengths: tuple[int, ...], layout: str, dtype: torch.dtype, **options: object
 ) -> dict[str, Tensor]:
-    q, k, v, grad = (slice_of(x, lengths, layout, axis.rank).to(dtype) for x in problem(case)[0])
+    q, k, v, grad = (slice_of(x, lengths, layout, axis.rank, case.bounds).to(dtype) for x in problem(case)[0])
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, **case.options, layout=layout, return_lse=True, group=axis, **options)
     grads = torch.autograd.grad(out, leaves, grad)
@@ -63,7 +64,8 @@ def faults(
     limit = 1e-10 if dtype == torch.float64 else 2e-5
     got = run(axis, case, lengths, layout, dtype, **options)
     wanted = dict(zip(NAMES, problem(case)[1], strict=True))
-    found = {name: distance(got[name], slice_of(wanted[name], lengths, layout, axis.rank)) for name in NAMES}
+    true = {name: slice_of(wanted[name], lengths, layout, axis.rank, case.bounds) for name in NAMES}
+    found = {name: distance(got[name], true[name]) for name in NAMES}
     worst = {name: far for name, far in found.items() if far > limit}
     return [f"{case} {lengths} {layout} {options} rank {axis.rank}: {worst}"] if worst else []
 
@@ -82,7 +84,7 @@ def combinations(size: int, kind: str, method: str) -> Iterator[Case]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_combination(size: int, method: str) -> None:
-    splits = list(itertools.product(("even", "uneven", "missing"), LAYOUTS))
+    splits = [*itertools.product(("even", "uneven", "missing"), ANY_LENGTHS), ("uneven", "balanced")]
     if size == 8 and "WEFT_SOAK" not in os.environ:
         splits = [("even", "zigzag"), ("uneven", "contiguous"), ("missing", "zigzag")]
     for kind, layout in splits:
@@ -102,7 +104,7 @@ def test_every_combination(size: int, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_single_precision(method: str) -> None:
     size = 4
-    for kind, layout in itertools.product(("even", "missing"), LAYOUTS):
+    for kind, layout in (*itertools.product(("even", "missing"), ANY_LENGTHS), ("missing", "balanced")):
         lengths = lengths_of(kind, size)
 
         def program(axis: weft.Axis) -> list[str]:
@@ -170,7 +172,7 @@ def test_drawn_combinations(drawn: tuple[Case, tuple[int, ...], str, dict[str, o
     assert not any(results), results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_every_composition_of_six_heads(layout: str) -> None:
     lengths, heads = (3, 5, 0, 4), 6
     case = Case(sum(lengths), heads, heads, 1, causal=True)

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layouts import runs_of
 
 import weft
 from weft.ops.attention import attention, ulysses
 from weft.ops.attention.distributed import Attention
 from weft.ops.attention.kv_exchange import KVExchange
 from weft.ops.attention.plan import Options, plan_attention
-from weft.ops.sequence.layout import LAYOUTS, lay_out
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, lengths_of
 
 HEADS, DIM, TOKENS = 4, 8, 16
 TOKEN = 2 * HEADS * DIM * 4  # bytes of k and v of one token
@@ -53,7 +54,7 @@ def test_gather_moves_only_what_causal_queries_see(size: int) -> None:
 def test_the_backward_moves_keys_again_and_gradients_back(method: str, layout: str) -> None:
     size = 4
     forward = received(size, causal=True, method="gather", layout=layout)
-    lent = plan_attention(lay_out((TOKENS,) * size, layout), (TOKENS,) * size, None, True, (-1, -1)).visible_to
+    lent = plan_attention(runs_of((TOKENS,) * size, layout), (TOKENS,) * size, None, True, (-1, -1)).visible_to
     home = [sum(n for b in range(size) for _, n in lent(rank, b)) * TOKEN for rank in range(size)]
     backward = received(size, causal=True, method=method, layout=layout, gradient=True)
     if method == "gather":
@@ -113,7 +114,7 @@ def test_one_message_a_peer_and_step() -> None:
 
 def test_zigzag_balances_causal_work() -> None:
     contiguous, zigzag = (
-        plan_attention(lay_out((64,) * 8, layout), (64,) * 8, None, True, (-1, -1)) for layout in LAYOUTS
+        plan_attention(lay_out((64,) * 8, layout), (64,) * 8, None, True, (-1, -1)) for layout in ANY_LENGTHS
     )
     pairs = [zigzag.pairs(rank) for rank in range(8)]
     assert max(pairs) == min(pairs)
@@ -126,8 +127,10 @@ def test_zigzag_balances_causal_work() -> None:
 @pytest.mark.parametrize("bounds", [None, (0, 9, 9, 250, 260)])
 def test_every_visible_pair_is_computed_once(layout: str, causal: bool, window: tuple[int, int], bounds) -> None:
     lengths = (100, 0, 93, 67)
-    plan = plan_attention(lay_out(lengths, layout), lengths, bounds, causal, window)
-    offsets = {(run.rank, run.start + i): run.offset + i for run in lay_out(lengths, layout) for i in range(run.length)}
+    runs = runs_of(lengths, layout, bounds)
+    lengths = lengths_of(runs, 4)
+    plan = plan_attention(runs, lengths, bounds, causal, window)
+    offsets = {(run.rank, run.start + i): run.offset + i for run in runs for i in range(run.length)}
     documents = bounds or (0, 260)
     for rank in range(4):
         seen: set[tuple[int, int]] = set()

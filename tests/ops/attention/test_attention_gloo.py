@@ -15,7 +15,7 @@ from torch import Tensor
 import weft
 from weft.ops.attention import attention
 from weft.ops.attention.distributed import METHODS
-from weft.ops.sequence.layout import LAYOUTS
+from weft.ops.sequence.runs import ANY_LENGTHS
 from weft.world.launch import ProcessWorld
 
 T, HEADS, KV_HEADS, DIM = 45, 4, 2, 8
@@ -28,7 +28,8 @@ def every_method(axis: weft.Axis, size: int) -> list[str]:
     lengths = tuple(7 if rank % 2 else 4 * rank for rank in range(size))
     total = sum(lengths)
     found = []
-    for layout, causal, window, packed in itertools.product(LAYOUTS, (False, True), (None, (3, 2)), (False, True)):
+    kinds = [*itertools.product(ANY_LENGTHS, (False, True), (None, (3, 2)), (False, True))]
+    for layout, causal, window, packed in [*kinds, ("balanced", True, None, True), ("balanced", False, (3, 2), False)]:
         bounds = (0, 2, 2, total // 2, total) if packed else None
         case = Case(total, 8, 4, 1, causal, window, bounds)
         for options in (*({"method": method} for method in METHODS), {"method": "gather", "backward": "ring"}):

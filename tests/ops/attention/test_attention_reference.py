@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import runs_of
 from torch import Tensor
-
-from weft.ops.sequence.layout import lay_out
 
 DIM = 4
 
@@ -76,8 +75,10 @@ def problem(case: Case, seed: int = 0) -> tuple[tuple[Tensor, ...], tuple[Tensor
     return (q, k, v, grad), (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad))
 
 
-def slice_of(x: Tensor, lengths: tuple[int, ...], layout: str, rank: int) -> Tensor:
-    runs = [run for run in lay_out(lengths, layout) if run.rank == rank]
+def slice_of(
+    x: Tensor, lengths: tuple[int, ...], layout: str, rank: int, bounds: tuple[int, ...] | None = None
+) -> Tensor:
+    runs = [run for run in runs_of(lengths, layout, bounds) if run.rank == rank]
     return torch.cat([x[:, run.offset : run.offset + run.length] for run in runs], dim=1)
 
 

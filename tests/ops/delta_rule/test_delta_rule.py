@@ -10,6 +10,7 @@ import torch
 from delta_recurrence import delta_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import EVERY_LAYOUT
 from test_linear_attention import BATCH, HEADS, KEYS, VALUE_HEADS, VALUES, Case, cases, slice_of, worst
 from torch import Tensor
 from worlds import every, virtual_world
@@ -95,7 +96,7 @@ def check(gate: str, case: Case, layout: str, method: str, tolerance: float = 1e
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("gate", GATES)
 def test_every_case_and_world_size(gate: str, layout: str, method: str) -> None:
     for case in every([case for size in (1, 2, 3, 5, 8) for case in cases(size).values()]):
@@ -117,7 +118,7 @@ def test_random_splits_and_documents(lengths, cuts, gate, layout, method, chunk_
     check(gate, Case(tuple(lengths), bounds), layout, method, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("gate", GATES)
 def test_fp32_and_slow_decay_over_many_ranks(gate: str, layout: str) -> None:
     check(gate, Case((9,) * 16), layout, "doubling", tolerance=3e-5, strength=1e-4, dtype=torch.float32)

@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
+from layouts import runs_of
 from torch import Tensor
 from worlds import every, place, virtual_world
 
 import weft
-from weft.ops.sequence.layout import LAYOUTS, lay_out
+from weft.ops.sequence.layout import LAYOUTS
 
 pytestmark = pytest.mark.usefixtures("every_network")
 
@@ -62,7 +63,9 @@ def hash_on_ranks(
     """The rows that three ranks look up together, put in the order of the whole sequence."""
 
     def program(axis: weft.Axis) -> Tensor:
-        runs = [run for run in lay_out(lengths, layout) if run.rank == axis.rank]
+        runs = [
+            run for run in runs_of(lengths, layout, None if bounds is None else tuple(bounds)) if run.rank == axis.rank
+        ]
         mine = torch.cat([tokens[:, run.offset : run.offset + run.length] for run in runs], 1)
         table = place(weft.BigramHashEmbedding(997, 1, group=axis))
         how = {"layout": layout, "cu_seqlens": bounds}

@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import EVERY_LAYOUT, runs_of
 from recurrence import reference
 from torch import Tensor
 from worlds import every, virtual_world
 
 import weft
 from weft.ops.scan import METHODS
-from weft.ops.sequence.layout import LAYOUTS, lay_out
+from weft.ops.sequence.layout import LAYOUTS
 
 DECAYS = ("none", "constant", "scalar", "vector")
 BATCH, HEADS, VALUE_HEADS, KEYS, VALUES = 2, 1, 2, 3, 2
@@ -57,7 +58,7 @@ def cases(size: int) -> dict[str, Case]:
 
 
 def slice_of(x: Tensor, case: Case, layout: str, rank: int) -> Tensor:
-    runs = [run for run in lay_out(case.lengths, layout) if run.rank == rank]
+    runs = [run for run in runs_of(case.lengths, layout, case.bounds) if run.rank == rank]
     return torch.cat([x.detach()[:, run.offset : run.offset + run.length] for run in runs], dim=1)
 
 
@@ -132,7 +133,7 @@ def check(decay: str, case: Case, layout: str, method: str, tolerance: float = 1
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_every_case_and_world_size(decay: str, layout: str, method: str) -> None:
     for case in every([case for size in (1, 2, 3, 4, 8) for case in cases(size).values()]):
@@ -154,7 +155,7 @@ def test_random_splits_and_documents(lengths, cuts, decay, layout, method, chunk
     check(decay, Case(tuple(lengths), bounds), layout, method, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_fp32_and_slow_decay_over_many_ranks(decay: str, layout: str) -> None:
     check(decay, Case((9,) * 24), layout, "doubling", tolerance=2e-5, strength=1e-4, dtype=torch.float32)
@@ -258,7 +259,7 @@ class InAWorld(torch.autograd.Function):
 
     @staticmethod
     def whole(slices, layout: str) -> Tensor:
-        runs = lay_out(InAWorld.CASE.lengths, layout)
+        runs = runs_of(InAWorld.CASE.lengths, layout)
         return torch.cat([slices[run.rank][:, run.start : run.start + run.length] for run in runs], dim=1)
 
     @staticmethod
@@ -273,7 +274,7 @@ class InAWorld(torch.autograd.Function):
         return None, *(InAWorld.whole([r[i] for r in results], ctx.layout) for i in range(len(ctx.saved_tensors)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_gradcheck_in_a_virtual_world(layout: str, every_network: str) -> None:
     leaves, *_ = problem("scalar", Case((5,)), 1)
     inputs = [leaves[name].detach()[:1].clone().requires_grad_() for name in ("q", "k", "v", "g")]

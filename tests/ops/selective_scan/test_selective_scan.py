@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import EVERY_LAYOUT
 from ranks import errors_of
 from test_linear_attention import BATCH, Case, cases, slice_of, worst
 from torch import Tensor
@@ -114,7 +115,7 @@ def check(layer: str, case: Case, layout: str, method: str, tolerance: float = 1
 
 @networks
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_every_case_and_world_size(layout: str, method: str) -> None:
     for number, case in enumerate(every([case for size in (1, 2, 3, 5, 8) for case in cases(size).values()])):
         check(list(LAYERS)[number % 3], case, layout, method, with_sequence=number % 2 == 0)

@@ -11,7 +11,7 @@ from ranks import errors_of
 from worlds import virtual_world
 
 import weft
-from weft.ops.sequence.layout import LAYOUTS, lay_out
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out
 
 # After (6, 6, 6) rank 1 cannot know by its own length that its tokens have moved: its prediction is wrong.
 SPLITS = ((6, 6, 6), (2, 15, 1), (6, 6, 6), (8, 6, 4), (0, 0, 18), (5, 7, 6))
@@ -23,7 +23,7 @@ def positions(lengths: tuple[int, ...], layout: str, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("every_network")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ANY_LENGTHS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("order", [("attention", "linear"), ("linear", "attention")])
 def test_layers_give_the_same_with_and_without_it_for_any_split_at_any_time(
@@ -76,7 +76,7 @@ def test_one_exchange_for_each_batch_and_none_in_the_layers() -> None:
     assert virtual_world(3).run(program).results == [(1, 2 * 24, 0)] * 3
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ANY_LENGTHS)
 def test_positions_are_within_documents(layout: str) -> None:
     lengths, bounds = (5, 0, 7), (0, 3, 3, 10, 12)
     numbers = torch.cat([torch.arange(end - start) for start, end in pairwise(bounds)])
@@ -91,7 +91,7 @@ def test_positions_are_within_documents(layout: str) -> None:
 
 
 @pytest.mark.usefixtures("every_network")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ANY_LENGTHS)
 def test_shard_and_unshard_follow_its_lengths(layout: str) -> None:
     lengths = (5, 0, 7)
     x = torch.randn(2, 12)
@@ -110,7 +110,11 @@ def test_shard_and_unshard_follow_its_lengths(layout: str) -> None:
     [
         ({"local_length": -1}, ValueError, "local_length must not be negative, got -1"),
         ({"local_length": 2.5}, TypeError, r"local_length must be an integer, got 2.5 \(float\)"),
-        ({"local_length": 4, "layout": "stripes"}, ValueError, "layout 'stripes' is not one of contiguous, zigzag"),
+        (
+            {"local_length": 4, "layout": "stripes"},
+            ValueError,
+            "layout 'stripes' is not one of contiguous, zigzag",
+        ),
         ({"local_length": 4, "cu_seqlens": [0, 3, 2, 4]}, ValueError, "cu_seqlens must be integers that rise from 0"),
         (
             {"local_length": 4, "cu_seqlens": [0, 5]},

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from worlds import virtual_world
 
 import weft
-from weft.ops.sequence.layout import LAYOUTS, lay_out, shard_lengths
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, shard_lengths
 
 pytestmark = pytest.mark.usefixtures("every_network")
 
@@ -28,7 +28,7 @@ def test_unshard_undoes_shard(total: int, size: int, layout: str, dim: int) -> N
         assert torch.equal(whole, x)
 
 
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.sampled_from(LAYOUTS))
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.sampled_from(ANY_LENGTHS))
 def test_slices_of_any_lengths_make_one_sequence(lengths: list[int], layout: str) -> None:
     runs = lay_out(tuple(lengths), layout)
     assert [run.offset for run in runs] == [sum(r.length for r in runs[:i]) for i in range(len(runs))]
@@ -65,7 +65,7 @@ def test_gradients_add_up_over_the_ranks_that_used_the_whole(layout: str) -> Non
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    with pytest.raises(ValueError, match="layout 'stripes' is not one of contiguous, zigzag"):
+    with pytest.raises(ValueError, match="layout 'stripes' is not one of contiguous, zigzag, balanced"):
         weft.shard(torch.ones(4), 0, layout="stripes")
 
 

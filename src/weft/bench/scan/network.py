@@ -28,7 +28,7 @@ from weft.ops.attention import attention
 from weft.ops.attention.distributed import METHODS as ATTENTION_METHODS
 from weft.ops.linear_attention import linear_attention
 from weft.ops.scan import METHODS, exclusive_scan
-from weft.ops.sequence import LAYOUTS
+from weft.ops.sequence.runs import ANY_LENGTHS
 from weft.world import Machine, VirtualWorld
 
 HEADS = 6  # of softmax attention
@@ -54,7 +54,7 @@ def make_cases(tokens: int) -> dict[str, Program]:
         found[f"scan {'x'.join(map(str, shape))} {method}"] = partial(_scan, shape, method)
     for method in METHODS:
         found[f"linear attention, {method}"] = partial(_linear_attention, tokens, method)
-    for method, layout in itertools.product(ATTENTION_METHODS, LAYOUTS):
+    for method, layout in itertools.product(ATTENTION_METHODS, ANY_LENGTHS):
         found[f"attention, {layout}, {method}"] = partial(_attention, tokens, method, layout)
     return found
 

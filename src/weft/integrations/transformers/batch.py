@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from weft.comm import Axis
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.layout import Bounds, lay_out, shard_lengths
+from weft.ops.sequence.deal import CHUNKS_PER_RANK, Bounds
+from weft.ops.sequence.runs import Runs, deal_runs, lengths_of, shard_runs
 
 KEY = "weft"  # where a shard of a batch carries what it must know about the whole
 IGNORED = -100  # the label of a token that is nobody's target
@@ -48,15 +49,23 @@ class WholeBatch:
         return self
 
     @property
+    def runs(self) -> Runs:
+        """Those of all ranks, the same for every row: balanced by the documents of all of them together."""
+        if self.layout == "balanced":
+            return deal_runs(self.length, self.size, CHUNKS_PER_RANK, self.documents or (), None)
+        return shard_runs(self.length, self.layout, self.size)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return shard_lengths(self.length, self.layout, self.size)
+        return lengths_of(self.runs, self.size)
 
     def sequences(self, axis: Axis) -> list[Sequence]:
         """Where its tokens lie on the ranks: one for all rows where their documents are the same, else one for each."""
         rows = self.documents or (None,)
         return [
-            Sequence(axis, self.layout, self.lengths, bounds) for bounds in (rows if len(set(rows)) > 1 else rows[:1])
+            Sequence(axis, self.layout, self.lengths, bounds, self.runs)
+            for bounds in (rows if len(set(rows)) > 1 else rows[:1])
         ]
 
 
@@ -90,8 +99,8 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
             documents = tuple((*bounds, bounds[-1] + missing) for bounds in documents)
     digest = _digest(ids, positions, *(() if targets is None else (targets,)))
     whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size)
-    runs = [run for run in lay_out(whole.lengths, layout) if run.rank == rank]
-    places = torch.cat([torch.arange(run.offset, run.offset + run.length, device=ids.device) for run in runs])
+    mine = [run for run in whole.runs if run.rank == rank]
+    places = torch.cat([torch.arange(run.offset, run.offset + run.length, device=ids.device) for run in mine])
     part: dict[str, Any] = {"input_ids": ids[:, places], "position_ids": positions[:, places]}
     if targets is not None:
         # transformers computes a loss only where there are labels, and takes shift_labels as they are.

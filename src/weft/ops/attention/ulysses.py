@@ -118,7 +118,7 @@ def _to_heads(call: Call, plan: AttentionPlan, packed: Tensor, widths: Sequence[
 
     def finish() -> list[Tensor]:
         slices, ordered = coming.wait(), whole
-        if len(plan.runs) > call.size:  # zigzag: the ranks' slices are not in the order of the sequence
+        if [run.rank for run in plan.runs] != list(range(call.size)):  # slices not in the order of the sequence
             ordered = torch.cat([slices[run.rank][run.start : run.start + run.length] for run in plan.runs])
         return [x.transpose(0, 1) for x in ordered.split(list(widths), dim=2)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis
-from weft.comm.arguments import find_integer_fault, find_tensor_fault, read, show
+from weft.comm.arguments import find_choice_fault, find_integer_fault, find_tensor_fault, read, show
 from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.ops.embedding.sharded import ShardedEmbedding
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.layout import Bounds, axis_of, read_bounds, read_sequence, resolve, run_lengths
+from weft.ops.sequence.layout import Bounds, axis_of, read_bounds, read_sequence, resolve
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, run_lengths
 
+_DEALT = tuple(layout for layout in LAYOUTS if layout not in ANY_LENGTHS)
 _DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -154,24 +157,32 @@ class BigramHashEmbedding(ShardedEmbedding):
     def _rows_of_sharded(
         self, tokens: Any, rows: Any, cu_seqlens: Any, layout: str | None, context_group: Any, given: Sequence | None
     ) -> Tensor:
-        """The hash of this rank's slice: the last token of every run is gathered."""
+        """The hash of this rank's slice: the last token of every run is gathered.
+
+        In a layout where only all lengths say the runs they are gathered before, if no sequence is given.
+        """
         operation = "BigramHashEmbedding"
         axis = axis_of(context_group, given)
+        dealt = given is None and find_choice_fault(operation, "layout", layout, axis.rank, _DEALT) is None
         found = read(
             operation, axis.rank, lambda: _read_sharded(tokens, rows, cu_seqlens, layout, context_group, given, axis)
         )
         try:
             if isinstance(found, Exception):
                 rows_here = math.prod(tokens.shape[:-1]) if type(tokens) is Tensor else 0
-                axis.refuse(f"{operation}.context", found, metadata=1 + 2 * rows_here)
-            options, length, numbers = found
+                most = 0 if dealt else _most_runs(given) * rows_here
+                axis.refuse(f"{operation}.{'lengths' if dealt else 'context'}", found, metadata=1 + most)
+            options, batch = found
+            if dealt:
+                call = axis.begin(f"{operation}.lengths", options, metadata=(batch.shape[1],))
+                given = resolve(operation, call, axis, options.layout, options.cu_seqlens)
+            numbers = _last_tokens(batch, options.layout, given, axis)
             call = axis.begin(f"{operation}.context", options, metadata=numbers)
             gathered = call.metadata.wait()
         except (ValueError, TypeError, NotImplementedError) as error:
             if self.axis.counter is not axis.counter:  # the rows' other ranks go on to the exchange of rows
                 self.axis.publish_fault(operation, error)
             raise
-        batch = tokens.reshape(options.batch, length)
         where = given or resolve(operation, call, axis, options.layout, options.cu_seqlens)
         starts: list[int] = []
         previous: dict[int, list[int]] = {}
@@ -193,8 +204,8 @@ class BigramHashEmbedding(ShardedEmbedding):
 
 def _read_sharded(
     tokens: Any, rows: Any, cu_seqlens: Any, layout: str | None, group: Any, given: Any, axis: Axis
-) -> tuple[_Options, int, list[int]] | Exception:
-    """(what ranks must have in common, this rank's length, its length and the last token of each run); or a fault."""
+) -> tuple[_Options, Tensor] | Exception:
+    """(what ranks must have in common, tokens ``[B, T]``); or a fault."""
     if tokens is None or rows is not None:
         return _neither(axis.rank)
     if fault := find_tokens_fault(tokens, axis.rank):
@@ -204,15 +215,29 @@ def _read_sharded(
     if isinstance(where, Exception):
         return where
     batch = tokens.reshape(math.prod(tokens.shape[:-1]), length)
-    cuts = run_lengths(length, where[0], axis.rank, axis.size)
+    return _Options(len(batch), *where), batch
+
+
+def _last_tokens(batch: Tensor, layout: str, given: Sequence | None, axis: Axis) -> list[int]:
+    """This rank's length and the last token of each of its runs, filled up to as many as a rank can have."""
+    rows, length = batch.shape
+    if given is None:
+        cuts = run_lengths(length, layout, axis.rank, axis.size)
+    else:
+        cuts = [run.length for run in given.runs if run.rank == axis.rank]
     ends = [end - 1 for cut, end in zip(cuts, accumulate(cuts), strict=True) if cut]
     columns = [batch[:, end] for end in ends] or [batch[:, :0].reshape(-1)]
-    last = iter(start_copy_to_host(torch.cat(columns)).wait().view(len(ends), len(batch)).tolist())  # one read
+    last = iter(start_copy_to_host(torch.cat(columns)).wait().view(len(ends), rows).tolist())  # one read
     numbers = [length]
     for cut in cuts:
-        numbers += next(last) if cut else [0] * len(batch)
-    numbers += [0] * (1 + 2 * len(batch) - len(numbers))  # a rank has one run or two
-    return _Options(len(batch), *where), length, numbers
+        numbers += next(last) if cut else [0] * rows
+    return numbers + [0] * (1 + _most_runs(given) * rows - len(numbers))
+
+
+def _most_runs(given: Any) -> int:
+    """The most runs that a rank has."""
+    dealt = given.dealt if isinstance(given, Sequence) else None
+    return 2 if dealt is None else max(Counter(run.rank for run in dealt).values())
 
 
 def find_tokens_fault(tokens: Any, rank: int) -> Exception | None:

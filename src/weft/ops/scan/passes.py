@@ -19,13 +19,14 @@ from weft.ops.scan.state_scan import (
     StateScan,
     collect_final_gradients,
     initial_gradient,
-    plan_dense,
+    plan_own,
     plan_sequence,
     segment_maps,
     share_final_states,
     states_by_run,
 )
 from weft.ops.sequence.layout import Bounds, Sequence, predict, resolve
+from weft.ops.sequence.runs import ANY_LENGTHS
 
 
 class PassOptions(Protocol):
@@ -141,16 +142,16 @@ def _begin_work(
 ) -> tuple[SequencePlan, StateScan, list[K]]:  # fmt: skip
     """The plan of a call, its scan with receives posted, and what ``work(plan)`` gives.
 
-    The work needs no other rank's length unless documents are packed: then it begins on a prediction while lengths are
-    gathered, and again if that was wrong. With a sequence that was ``given`` nothing is gathered.
+    The work needs no other rank's length unless documents are packed or chunks dealt: then it begins on a prediction
+    while lengths are gathered, and again if that was wrong. With a sequence that was ``given`` nothing is gathered.
     """
     layout, bounds = options.layout, options.cu_seqlens
 
     def cut(plan: SequencePlan) -> SequencePlan:
         return plan.apart() if form.kind == "dense" else plan
 
-    if bounds is None or given is not None:
-        plan = cut(plan_dense(axis, layout, length) if given is None else plan_sequence(given))
+    if given is not None or (bounds is None and layout in ANY_LENGTHS):
+        plan = cut(plan_own(axis, layout, length) if given is None else plan_sequence(given))
         scan = StateScan(call, plan, form, method)
         done = work(plan)
         if given is None:

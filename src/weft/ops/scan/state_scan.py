@@ -18,7 +18,8 @@ from weft.comm import Axis, Call, Path, Pending
 from weft.comm.rounds import ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import schedule
-from weft.ops.sequence.layout import Sequence, ranks_of_runs, run_lengths
+from weft.ops.sequence.layout import Sequence
+from weft.ops.sequence.runs import ranks_of_runs, run_lengths
 
 RunMaps = Items[tuple[Tensor | None, Tensor]]  # the ``maps`` of the kernel of each run
 
@@ -87,15 +88,19 @@ class SequencePlan:
         return SequencePlan(tuple(runs), self.ends)
 
 
-def plan_dense(axis: Axis, layout: str, length: int) -> SequencePlan:
-    """One sequence through all runs. The other ranks' lengths need not be known."""
-    ranks = tuple(ranks_of_runs(layout, axis.size))
+def plan_own(axis: Axis, layout: str, length: int) -> SequencePlan:
+    """One document through all runs, in a layout of `ANY_LENGTHS`: the other ranks' lengths need not be known."""
+    return _plan_dense(axis, ranks_of_runs(layout, axis.size), run_lengths(length, layout, axis.rank, axis.size))
+
+
+def _plan_dense(axis: Axis, ranks: Items[int], lengths: Items[int]) -> SequencePlan:
+    """One document through runs on ``ranks``; ``lengths`` are those of this rank's."""
     mine = [place for place, rank in enumerate(ranks) if rank == axis.rank]
-    runs, start = [], 0
-    for place, count in zip(mine, run_lengths(length, layout, axis.rank, axis.size), strict=True):
-        runs.append(LocalRun(slice(start, start + count), (Segment(0, count, Path(ranks, place)),)))
+    runs, start, whole = [], 0, tuple(ranks)
+    for place, count in zip(mine, lengths, strict=True):
+        runs.append(LocalRun(slice(start, start + count), (Segment(0, count, Path(whole, place)),)))
         start += count
-    return SequencePlan(tuple(runs), (ranks[-1],))
+    return SequencePlan(tuple(runs), (whole[-1],))
 
 
 def plan_sequence(sequence: Sequence) -> SequencePlan:
@@ -103,25 +108,25 @@ def plan_sequence(sequence: Sequence) -> SequencePlan:
 
     The path of a document passes only the runs that hold tokens of it; an empty one's the run where it would begin.
     """
+    runs, axis = sequence.runs, sequence.axis
     if sequence.bounds is None:
-        return plan_dense(sequence.axis, sequence.layout, sequence.length)
-    runs = sequence.runs
+        return _plan_dense(axis, [run.rank for run in runs], [run.length for run in runs if run.rank == axis.rank])
     segments: list[list[Segment]] = [[] for _ in runs]
-    ends = []
+    ends, offsets = [], [run.offset for run in runs]
     for document, (begin, end) in enumerate(pairwise(sequence.bounds)):
-        overlaps = [max(0, min(end, run.offset + run.length) - max(begin, run.offset)) for run in runs]
-        places = tuple(place for place, overlap in enumerate(overlaps) if overlap)
-        if not places:
-            holding = [p for p, run in enumerate(runs) if run.offset <= begin < run.offset + run.length]
-            places = tuple(holding[:1] or [len(runs) - 1])
+        first = bisect_right(offsets, begin) - 1  # of runs that begin there all but the last are empty
+        places = [place for place in range(first, bisect_left(offsets, end)) if runs[place].length]
+        if begin == end:
+            places = [first if begin < offsets[first] + runs[first].length else len(runs) - 1]
         ranks = tuple(runs[place].rank for place in places)
         ends.append(ranks[-1])
         for position, place in enumerate(places):
-            segments[place].append(Segment(document, overlaps[place], Path(ranks, position, name=document)))
+            length = min(end, offsets[place] + runs[place].length) - max(begin, offsets[place])
+            segments[place].append(Segment(document, length, Path(ranks, position, name=document)))
     local = [
         LocalRun(slice(run.start, run.start + run.length), tuple(segments[place]))
         for place, run in enumerate(runs)
-        if run.rank == sequence.axis.rank
+        if run.rank == axis.rank
     ]
     return SequencePlan(tuple(local), tuple(ends))
 

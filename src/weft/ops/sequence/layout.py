@@ -1,17 +1,10 @@
-"""How the tokens of a batch lie on the ranks of an axis, and how operations read that from their arguments.
-
-A *run* is a stretch of consecutive tokens on one rank. ``contiguous``: rank r holds the r-th of P parts, one run.
-``zigzag``: rank r holds parts r and 2P-1-r of 2P, two runs one after the other in local memory (on the last
-rank they meet and are one), which balances causal attention. Parts are as equal as can be, earlier ones
-longer by a token; so of T zigzag tokens the first run has T - T//2 whatever T is.
-"""
+"""How the tokens of a batch lie on the ranks of an axis, and how operations read that from their arguments."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -21,67 +14,17 @@ from torch import Tensor
 from weft.comm import Axis, Call
 from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
 from weft.comm.device import copy_to_device
+from weft.ops.sequence.deal import Bounds, CountedMask
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, TokenRun, lay_out, lengths_of, shard_lengths, shard_runs
 from weft.parallel.dtensor import is_dtensor
 
 T = TypeVar("T")
-Bounds = tuple[int, ...]  # of packed documents in the whole sequence: document n is bounds[n] : bounds[n+1]
-LAYOUTS = ("contiguous", "zigzag")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of the tensors that operations take
-
-
-@dataclass(frozen=True)
-class TokenRun:
-    """Tokens ``start : start + length`` of rank ``rank``'s slice, at ``offset`` in the whole sequence."""
-
-    rank: int
-    start: int
-    length: int
-    offset: int
 
 
 def find_layout_fault(operation: str, layout: object, rank: int) -> Exception | None:
     """The error for a layout nobody knows."""
     return find_choice_fault(operation, "layout", layout, rank, LAYOUTS)
-
-
-def ranks_of_runs(layout: str, size: int) -> list[int]:
-    """The rank of each run, in the order of the sequence."""
-    ranks = list(range(size))
-    return ranks if layout == "contiguous" else ranks + ranks[-2::-1]
-
-
-def run_lengths(length: int, layout: str, rank: int, size: int) -> list[int]:
-    """How a rank's ``length`` tokens are cut into its runs."""
-    if layout == "contiguous" or rank == size - 1:
-        return [length]
-    return [length - length // 2, length // 2]
-
-
-def shard_lengths(total: int, layout: str, size: int) -> tuple[int, ...]:
-    """The tokens of each rank when `weft.shard` cuts ``total``."""
-
-    def part(parts: int, index: int) -> int:
-        return total // parts + (index < total % parts)
-
-    if layout == "contiguous":
-        return tuple(part(size, rank) for rank in range(size))
-    return tuple(part(2 * size, rank) + part(2 * size, 2 * size - 1 - rank) for rank in range(size))
-
-
-@lru_cache(maxsize=64)
-def lay_out(lengths: tuple[int, ...], layout: str) -> tuple[TokenRun, ...]:
-    """The runs of all ranks in the order of the sequence, for ranks that hold these many tokens."""
-    size = len(lengths)
-    cuts = [run_lengths(length, layout, rank, size) for rank, length in enumerate(lengths)]
-    seen = [0] * size
-    runs: list[TokenRun] = []
-    offset = 0
-    for rank in ranks_of_runs(layout, size):
-        number, seen[rank] = seen[rank], seen[rank] + 1
-        start, length = sum(cuts[rank][:number]), cuts[rank][number]
-        runs.append(TokenRun(rank, start, length, offset))
-        offset += length
-    return tuple(runs)
 
 
 def document_at(bounds: Bounds, position: int) -> tuple[int, int]:
@@ -97,9 +40,10 @@ class Sequence:
     | attribute | what it holds                                                                             |
     |-----------|-------------------------------------------------------------------------------------------|
     | `axis`    | the ranks that share the sequence, seen from this one                                     |
-    | `layout`  | "contiguous" or "zigzag"                                                                  |
+    | `layout`  | "contiguous", "zigzag" or "balanced"                                                      |
     | `lengths` | tokens of each rank; `length` are those of this rank, `total` those of all                |
     | `bounds`  | where packed documents begin and end in the whole sequence; None if it is one document    |
+    | `runs`    | the stretches of tokens of all ranks, in the order of the sequence                        |
 
     `positions` are those of this rank's tokens within their documents. It holds integers, no tensors, and does not
     change: for a batch of other lengths or documents make another one.
@@ -109,11 +53,14 @@ class Sequence:
     layout: str
     lengths: tuple[int, ...]
     bounds: Bounds | None
+    dealt: tuple[TokenRun, ...] | None = (
+        None  # the runs of layout "balanced"; those of others follow from their lengths
+    )
 
     @property
     def runs(self) -> tuple[TokenRun, ...]:
         """Those of all ranks, in the order of the sequence."""
-        return lay_out(self.lengths, self.layout)
+        return lay_out(self.lengths, self.layout) if self.dealt is None else self.dealt
 
     @property
     def length(self) -> int:
@@ -142,16 +89,29 @@ class Sequence:
         return copy_to_device(places, torch.device(device))
 
 
-def resolve(operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None) -> Sequence:
-    """The sequence, from the lengths gathered in ``call``; everybody raises where documents do not fit."""
+def resolve(
+    operation: str, call: Call, axis: Axis, layout: str, bounds: Bounds | None,
+    chunks_per_rank: int | None = None, mask: CountedMask | None = None,
+) -> Sequence:  # fmt: skip
+    """The sequence, from the lengths gathered in ``call``; everybody raises where documents or chunks do not fit."""
     lengths = tuple(numbers[0] for numbers in call.metadata.wait())
-    if bounds is not None and sum(lengths) != bounds[-1]:
+    total = sum(lengths)
+    if bounds is not None and total != bounds[-1]:
         raise ValueError(
-            f"{operation}: cu_seqlens end at {bounds[-1]}, but the ranks hold {list(lengths)}, {sum(lengths)} tokens "
+            f"{operation}: cu_seqlens end at {bounds[-1]}, but the ranks hold {list(lengths)}, {total} tokens "
             f"in all; they must be the boundaries in the whole sequence"
         )
+    dealt = None
+    if layout not in ANY_LENGTHS:
+        dealt = shard_runs(total, layout, axis.size, bounds, chunks_per_rank, mask)
+        wanted = lengths_of(dealt, axis.size)
+        if lengths != wanted:
+            raise ValueError(
+                f"{operation}: the ranks hold {list(lengths)} tokens, but layout {layout!r} deals them {list(wanted)}; "
+                f"cut with weft.shard and the same cu_seqlens, or pass the sequence with which they were cut"
+            )
     axis.counter.cache["sequence", layout] = lengths
-    return Sequence(axis, layout, lengths, bounds)
+    return Sequence(axis, layout, lengths, bounds, dealt)
 
 
 def predict(axis: Axis, length: int, layout: str, bounds: Bounds | None) -> Sequence | None:
@@ -161,10 +121,13 @@ def predict(axis: Axis, length: int, layout: str, bounds: Bounds | None) -> Sequ
     """
     total = None if bounds is None else bounds[-1]
     candidates = [axis.counter.cache.get(("sequence", layout))]
-    candidates.append(shard_lengths(total, layout, axis.size) if total is not None else (length,) * axis.size)
+    candidates.append((length,) * axis.size if total is None else shard_lengths(total, layout, axis.size, bounds))
     for lengths in candidates:
-        if lengths is not None and lengths[axis.rank] == length and (total is None or sum(lengths) == total):
-            return Sequence(axis, layout, lengths, bounds)
+        if lengths is None or lengths[axis.rank] != length or (total is not None and sum(lengths) != total):
+            continue
+        dealt = None if layout in ANY_LENGTHS else shard_runs(sum(lengths), layout, axis.size, bounds)
+        if dealt is None or lengths_of(dealt, axis.size) == lengths:
+            return Sequence(axis, layout, lengths, bounds, dealt)
     return None
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.function import RankFunction
-from weft.ops.sequence.layout import Bounds, Sequence, resolve, run_lengths
+from weft.ops.sequence.layout import Bounds, Sequence, resolve
+from weft.ops.sequence.runs import ANY_LENGTHS, run_lengths
 from weft.ops.short_conv.halo import HaloPlan, Window, fetch, give_back, plan_halo
 from weft.ops.short_conv.slide import Gaps, slide, weight_gradient
 
@@ -59,11 +60,11 @@ class ShortConv(RankFunction):
         tokens, rows, bounds = x.shape[1], weight.shape[1] - 1, options.cu_seqlens
         call = axis.begin("short_conv", options, metadata=None if sequence else (tokens,))
         local = None
-        if sequence is None and bounds is None:  # the local part needs no other rank's length
+        if sequence is None and bounds is None and options.layout in ANY_LENGTHS:  # no other rank's length is needed
             local = _convolve(x, weight, bias, _own_runs(options.layout, tokens, axis), options.wide)
         sequence = sequence or resolve("short_conv", call, axis, options.layout, bounds)
         finals = options.output_final_state
-        plan = plan_halo(sequence.lengths, sequence.layout, bounds, rows, axis.rank, finals)
+        plan = plan_halo(sequence.runs, axis.size, bounds, rows, axis.rank, finals)
         coming = fetch(call, plan, x, None if initial is None else _windows_of(initial, bounds), rows, options.wide)
         if local is None:
             local = _convolve(x, weight, bias, _places(plan), options.wide)

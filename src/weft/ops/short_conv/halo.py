@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call, Pending
-from weft.ops.sequence.layout import Bounds, TokenRun, lay_out
+from weft.ops.sequence.deal import Bounds
+from weft.ops.sequence.runs import Runs
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,10 @@ class HaloPlan:
 
 
 @lru_cache(maxsize=64)
-def plan_halo(
-    lengths: tuple[int, ...], layout: str, bounds: Bounds | None, rows: int, rank: int, finals: bool
-) -> HaloPlan:
+def plan_halo(runs: Runs, size: int, bounds: Bounds | None, rows: int, rank: int, finals: bool) -> HaloPlan:
     """The halo of ``rows`` tokens. Every rank plans for all, so that both ends of a message know what is in it."""
-    runs = lay_out(lengths, layout)
-    bounds = (0, sum(lengths)) if bounds is None else bounds
-    windows: list[list[Window]] = [[] for _ in lengths]
+    bounds = (0, runs[-1].offset + runs[-1].length) if bounds is None else bounds
+    windows: list[list[Window]] = [[] for _ in range(size)]
     for run in runs:
         first = max(bisect_right(bounds, run.offset) - 1, 0)
         for document in range(first, len(bounds) - 1):
@@ -79,13 +77,13 @@ def plan_halo(
             some += ends
     pieces = [[piece for number, window in enumerate(some) for piece in _pieces(runs, bounds, number, window, rows)]
               for some in windows]  # fmt: skip
-    ranks = range(len(lengths))
+    ranks = range(size)
     coming = tuple(tuple(piece for piece in pieces[rank] if piece.rank == source) for source in ranks)
     going = tuple(tuple(piece for piece in pieces[to] if piece.rank == rank) for to in ranks)
     return HaloPlan(tuple(windows[rank]), coming, going)
 
 
-def _pieces(runs: tuple[TokenRun, ...], bounds: Bounds, number: int, window: Window, rows: int) -> list[Piece]:
+def _pieces(runs: Runs, bounds: Bounds, number: int, window: Window, rows: int) -> list[Piece]:
     """The tokens that a window holds, in order."""
     begin = bounds[window.document]
     stop = begin + window.offset
