@@ -77,8 +77,7 @@ def conv(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
 
 
 def softmax(axis: weft.Axis, x: Tensor, **options: object) -> Tensor:
-    shared = x if options.get("method") == "ulysses" else x[:, :, ::2]
-    return weft.attention(x, shared, shared, causal=True, group=axis, **options)
+    return weft.attention(x, x[:, :, ::2], x[:, :, ::2], causal=True, group=axis, **options)
 
 
 def llama3(axis: weft.Axis, x: Tensor) -> Tensor:

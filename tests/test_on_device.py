@@ -77,12 +77,11 @@ def the_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for layout in LAYOUTS:
         for method in ATTENTION_METHODS:
-            kv_heads = HEADS if method == "ulysses" else HEADS // 2
             for word, options in {
                 "": {}, " documents": {"documents": True}, " window": {"window": (3, 0)},
             }.items():  # fmt: skip
                 run = partial(attend, method=method, layout=layout, **options)
-                cases[f"attention {method} {layout}{word}"] = run, qkv(kv_heads)
+                cases[f"attention {method} {layout}{word}"] = run, qkv(HEADS // 2)
         for gate in GATES:
             run = partial(attend_linearly, layout=layout, documents=True)
             cases[f"linear_attention {gate} {layout} documents"] = run, qkv(HEADS, gate)
@@ -157,7 +156,6 @@ def by_turns(names: Iterable[str], turns: tuple[int, ...] = SIZES) -> list[Any]:
         pytest.param(name, size, marks=[] if size == turns[(at + at // 3) % len(turns)] else pytest.mark.slow)
         for at, name in enumerate(names)
         for size in SIZES
-        if name != "attention ulysses" or size < 3  # which do not divide its heads
     ]
 
 

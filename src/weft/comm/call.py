@@ -65,6 +65,11 @@ class Call:
         """The same call with the ranks in the opposite order."""
         return Call(self.wire, self.members[::-1], self.size - 1 - self.rank, self.counter, self.record)
 
+    def among(self, ranks: Sequence[int]) -> Call:
+        """The same call among some of its ranks, this one among them, who are numbered in the order given."""
+        members = [self.members[rank] for rank in ranks]
+        return Call(self.wire, members, ranks.index(self.rank), self.counter, self.record)
+
     def expect(self, receives: Sequence[Message]) -> Expected:
         """Say early what will be received: (rank, contiguous tensor to fill). Hand it to `exchange` in its round.
 

@@ -11,10 +11,11 @@ import torch
 from layouts import runs_of
 
 import weft
-from weft.ops.attention import attention, ulysses
+from weft.ops.attention import attention
 from weft.ops.attention.distributed import Attention
 from weft.ops.attention.kv_exchange import KVExchange
 from weft.ops.attention.plan import Options, plan_attention
+from weft.ops.attention.ulysses import HeadExchange
 from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, lengths_of
 
 HEADS, DIM, TOKENS = 4, 8, 16
@@ -202,19 +203,19 @@ def test_a_ring_runs_under_the_computation() -> None:
 
 def test_ulysses_has_two_parts_on_their_way_in_and_two_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wait ends the oldest messages of its direction, so that no more buffers are held, however many the parts."""
-    order: dict[str, list[str]] = {"_to_heads": [], "_to_tokens": []}
+    order: dict[str, list[str]] = {"to_heads": [], "to_tokens": []}
 
     def watch(name: str) -> None:
-        start = getattr(ulysses, name)
+        start = getattr(HeadExchange, name)
 
-        def started(call: weft.comm.Call, *args: object) -> weft.comm.Pending:
-            pending, number = start(call, *args), sum(word.startswith("start") for word in order[name])
-            if call.rank:
+        def started(heads: HeadExchange, *args: object) -> weft.comm.Pending:
+            pending, number = start(heads, *args), sum(word.startswith("start") for word in order[name])
+            if heads.inner.rank:
                 return pending
             order[name].append(f"start {number}")
             return weft.comm.Pending(lambda: (order[name].append(f"wait {number}"), pending.wait())[1])
 
-        monkeypatch.setattr(ulysses, name, started)
+        monkeypatch.setattr(HeadExchange, name, started)
 
     for name in order:
         watch(name)

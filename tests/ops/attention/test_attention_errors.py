@@ -133,15 +133,6 @@ def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
 
 
 @pytest.mark.usefixtures("every_network")
-def test_ulysses_names_the_methods_that_work() -> None:
-    q = Q.detach()
-    caught = errors_of(lambda axis: attention(q, q, q, causal=True, method="ulysses", group=axis), size=4)
-    assert len(caught) == 4
-    assert all("4 ranks do not divide 6 heads and 6 key/value heads" in words for words in caught)
-    assert all("; gather and ring take any number" in words for words in caught)
-
-
-@pytest.mark.usefixtures("every_network")
 def test_a_total_that_does_not_fit_raises_everywhere() -> None:
     q = Q.detach()
     caught = errors_of(lambda axis: attention(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 17]), group=axis))
@@ -177,7 +168,10 @@ def test_chosen_strides_are_small_at_both_ends(size: int) -> None:
     [
         (1, 8, 8, "contiguous", True, (-1, -1), "gather"),
         (4, 8, 8, "contiguous", True, (-1, -1), "ulysses"),  # balance
-        (4, 8, 6, "contiguous", True, (-1, -1), "gather"),  # 4 ranks do not divide 6 heads
+        (4, 6, 3, "contiguous", True, (-1, -1), "ulysses"),  # 2 heads on one rank, but contiguous is further out of it
+        (4, 6, 6, "zigzag", True, (-1, -1), "gather"),  # 2 heads on one rank
+        (8, 15, 15, "zigzag", True, (-1, -1), "ulysses"),  # bytes
+        (16, 4, 2, "contiguous", True, (-1, -1), "gather"),  # 12 ranks without a head
         (8, 8, 8, "zigzag", True, (-1, -1), "ulysses"),  # bytes
         (2, 32, 4, "zigzag", True, (-1, -1), "gather"),  # bytes: few key heads
         (2, 32, 4, "contiguous", True, (-1, -1), "ulysses"),  # more bytes, but balance

@@ -17,9 +17,10 @@ from weft.comm import Axis, Call
 from weft.comm.function import RankFunction, tie
 from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, begin_by_blocks, forward_by_blocks
 from weft.ops.attention.gather import gather
+from weft.ops.attention.heads import deal_heads, head_parts
 from weft.ops.attention.plan import AttentionPlan, Options, count, find_mask_fault
 from weft.ops.attention.ring import ring
-from weft.ops.attention.ulysses import backward_by_heads, begin_by_heads, forward_by_heads
+from weft.ops.attention.ulysses import backward_by_heads, begin_by_heads, forward_by_heads, own_only, wire_dtype
 from weft.ops.sequence.layout import Sequence, predict, resolve
 
 UNBALANCED = 1.25  # the slowest rank's share of scores over the mean, from which balance is worth more than bytes
@@ -35,13 +36,12 @@ class Method:
         [Options, Call, AttentionPlan, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Saved]
     ]  # fmt: skip
     backward: Callable[[Options, Call, AttentionPlan, Saved, Tensor], Triple]
-    divides_heads: bool = False  # every rank takes whole heads, so their number must be a multiple of the ranks
 
 
 METHODS: dict[str, Method] = {
     "gather": Method(begin_by_blocks, partial(forward_by_blocks, gather), partial(backward_by_blocks, gather)),
     "ring": Method(begin_by_blocks, partial(forward_by_blocks, ring), partial(backward_by_blocks, ring)),
-    "ulysses": Method(begin_by_heads, forward_by_heads, backward_by_heads, divides_heads=True),
+    "ulysses": Method(begin_by_heads, partial(forward_by_heads, own_only), partial(backward_by_heads, own_only)),
 }
 
 
@@ -57,21 +57,28 @@ def resolve_method(options: Options, plan: AttentionPlan) -> str:
 def choose_method(
     plan: AttentionPlan, heads: int, kv_heads: int, dtype: torch.dtype, grad_dtype: torch.dtype | None
 ) -> str:
-    """gather or ulysses: whichever moves fewer bytes in a forward and backward, unless gather is out of balance.
+    """gather or ulysses: whichever moves fewer bytes in a forward and backward, unless it is far less in balance.
 
-    Both are counted on this very mask and layout, and every rank finds the same.
+    Both are counted on this very mask, layout and deal of heads, and every rank finds the same.
     """
     size = plan.size
-    if size == 1 or heads % size or kv_heads % size:
+    if size == 1:
         return "gather"
     pairs = [plan.pairs(rank) for rank in range(size)]
-    if max(pairs) * size > UNBALANCED * sum(pairs):
+    most_pairs, most_heads = max(pairs) * heads, max(deal_heads(heads, kv_heads, size)) * sum(pairs)
+    if most_pairs > UNBALANCED * most_heads:
         return "ulysses"
+    if most_heads > UNBALANCED * most_pairs:
+        return "gather"
     wide = grad_dtype or torch.promote_types(dtype, torch.float32)
     travelling = sum(count(plan.visible_to(a, b)) for a in range(size) for b in range(size))
     gather_bytes = 2 * kv_heads * travelling * (2 * dtype.itemsize + wide.itemsize)
-    tokens = sum(plan.lengths) * (size - 1) / size
-    ulysses_bytes = tokens * dtype.itemsize * (4 * heads + 4 * kv_heads)
+    ulysses_bytes = 0
+    for length, parts in zip(plan.lengths, head_parts(heads, kv_heads, size), strict=True):
+        for part in parts:
+            back = wire_dtype(part, dtype, grad_dtype).itemsize
+            token = 4 * part.heads * dtype.itemsize + 2 * part.kv_heads * (dtype.itemsize + back)
+            ulysses_bytes += (sum(plan.lengths) - length) * token
     return "gather" if gather_bytes <= ulysses_bytes else "ulysses"
 
 
@@ -94,7 +101,8 @@ class Attention(RankFunction):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, sequence: Sequence | None
     ) -> tuple[Tensor, Tensor | None]:
         call = axis.begin("attention", options, metadata=None if sequence else (q.shape[1],))
-        begun, begun_by = None, ""
+        begun: Any = None
+        begun_by: str = ""
         if sequence is None:
             whole = None if options.mask is None else (0, options.mask.total)
             predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens or whole)
@@ -107,7 +115,8 @@ class Attention(RankFunction):
                 raise fault
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
-        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun if method == begun_by else None)
+        begun = begun if method == begun_by else None
+        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun)
         ties = () if saved[0] is q else (tie(x) for x in (q, k, v) if x.requires_grad)
         ctx.save_for_backward(*saved, *ties)
         ctx.axis = axis

@@ -28,7 +28,8 @@ from weft.ops.sequence.mask import Mask
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
-    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
+    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ...,
+    method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
     sequence: Sequence | None = ..., mask: Mask | None = ..., group: Any = ...,
@@ -38,7 +39,8 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
-    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
+    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ...,
+    method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
     sequence: Sequence | None = ..., mask: Mask | None = ..., group: Any = ...,
@@ -93,12 +95,13 @@ def attention(
       `head_strides`), while the heads before them are computed. The backward does it again (``backward_strides``)
       and sends dK and dV home; with ``backward="ring"`` it goes round as the ring does.
     - "ring": the same keys and values from neighbour to neighbour, all heads at once; dK and dV straight home.
-    - "ulysses": q, k, v and out, heads for sequence; the ranks must divide H and Hk.
-    - "auto": gather or ulysses, the one with fewer bytes, and ulysses where gather would be out of balance.
+    - "ulysses": q, k, v and out, heads for sequence. A rank has at most H / P heads, rounded up; a key/value head goes
+      to every rank that has some of its query heads.
+    - "auto": gather or ulysses, the one with fewer bytes, unless the other is better in balance.
 
-    ``grad_dtype`` is what dK and dV are on the way: None for fp32 (fp64 for fp64; with ulysses, which sums nothing
-    across ranks, the input's). Sums over ranks are fp32 (fp64) and in a fixed order whatever it is; gradients take
-    the input's dtype.
+    ``grad_dtype`` is what dK and dV are on the way: None for fp32 (fp64 for fp64; with ulysses, where only those of a
+    key/value head on several ranks are sums, the input's for the others). Sums over ranks are fp32 (fp64) and in a
+    fixed order whatever it is; gradients take the input's dtype.
 
     >>> q, kv = torch.randn(1, 10, 4, 8), torch.randn(1, 10, 2, 8)
     >>> attention(q, kv, kv, causal=True).shape
@@ -116,7 +119,7 @@ def attention(
             or _find_seen_fault(rank, causal, cu_seqlens, mask, sequence)
             or (None if scale is None else find_number_fault(name, "scale", scale, rank))
             or _find_window_fault(rank, window)
-            or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
+            or _find_method_fault(rank, k.shape[2], method, strides, backward_strides, backward, grad_dtype)
             or find_flag_fault(name, "return_lse", return_lse, rank)
         )
         return fault or Options(
@@ -194,24 +197,16 @@ def _find_window_fault(rank: int, window: object) -> Exception | None:
 
 def _find_method_fault(
     rank: int,
-    size: int,
-    q: Tensor,
-    k: Tensor,
+    kv_heads: int,
     method: str,
     strides: object,
     backward_strides: object,
     backward: str | None,
     grad_dtype: torch.dtype | None,
 ) -> Exception | None:
-    where, kv_heads = f"(rank {rank})", k.shape[2]
+    where = f"(rank {rank})"
     if fault := find_choice_fault("attention", "method", method, rank, ("auto", *METHODS)):
         return fault
-    if method != "auto" and METHODS[method].divides_heads and (q.shape[2] % size or kv_heads % size):
-        others = " and ".join(name for name, one in METHODS.items() if not one.divides_heads)
-        return ValueError(
-            f"attention: {method} needs a number of ranks that divides the heads, but {size} ranks do not divide "
-            f"{q.shape[2]} heads and {kv_heads} key/value heads {where}; {others} take any number"
-        )
     if backward is not None and (
         find_choice_fault("attention", "backward", backward, rank, ("ring",))
         or method not in ("auto", "gather", "ring")

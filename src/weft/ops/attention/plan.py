@@ -223,7 +223,12 @@ class Options:
     gradients: tuple[bool, ...]
     local_first: bool = True  # see `KVExchange`
     mask: Mask | None = None
+    inner: int = 0  # ranks that exchange heads, if not all do: of a method on two levels
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""
-        return plan_attention(sequence.runs, sequence.lengths, self.cu_seqlens, self.causal, self.window, self.mask)
+        return self.plan_runs(sequence.runs, sequence.lengths)
+
+    def plan_runs(self, runs: tuple[TokenRun, ...], lengths: tuple[int, ...]) -> AttentionPlan:
+        """The same for tokens that lie as these runs say."""
+        return plan_attention(runs, lengths, self.cu_seqlens, self.causal, self.window, self.mask)
