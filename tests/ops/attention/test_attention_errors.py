@@ -58,6 +58,17 @@ Q = torch.randn(1, 6, 6, 4)
         ({"backward_strides": (6,), "backward": "ring"}, ValueError, "backward_strides are of method 'gather'"),
         ({"backward": "gather"}, ValueError, "backward 'gather' does not go with method 'auto'"),
         ({"backward": "ring", "method": "ulysses"}, ValueError, "backward 'ring' does not go with method 'ulysses'"),
+        (
+            {"sinks": torch.ones(3)},
+            ValueError,
+            r"sinks must be \[heads\], one score for each head of q, got \[3\] with",
+        ),
+        (
+            {"sinks": torch.ones(6).half()},
+            TypeError,
+            "sinks must be a tensor of fp32 or the dtype of q, got torch.float16",
+        ),
+        ({"sinks": torch.ones(6, device="meta")}, ValueError, "sinks is on meta, q on cpu"),
         ({"grad_dtype": torch.int8}, TypeError, "grad_dtype must be fp32, fp64, bf16 or fp16, got torch.int8"),
     ],
 )
@@ -111,6 +122,7 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
         ({"grad_dtype": torch.bfloat16}, "rank 1 called attention(grad_dtype=bfloat16)"),
         ({"q": Q.clone().requires_grad_()}, "rank 1 called attention(gradients=(True, False, False))"),
         ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, "rank 1 called attention(kv_heads=3)"),
+        ({"sinks": torch.ones(6)}, "rank 1 called attention(gradients=(False, False, False, False), sinks=True)"),
     ],
 )
 def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:

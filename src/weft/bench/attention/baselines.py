@@ -49,7 +49,7 @@ class Baseline(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         options, axis, schedule, plan = ctx.how
         call = axis.begin(f"{schedule.__name__}.backward", options)
-        dq, dk, dv = backward_by_blocks(schedule, options, call, plan, ctx.saved_tensors, grad)
+        dq, dk, dv, _ = backward_by_blocks(schedule, options, call, plan, ctx.saved_tensors, grad)
         return dq, dk, dv, None, None, None
 
 

@@ -25,6 +25,7 @@ from weft.ops.attention.plan import AttentionPlan, Block, Options
 
 KVSchedule = Callable[[KVExchange], Iterator[KVBlock]]
 Triple = tuple[Tensor, Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of q, k, v and the sinks
 Saved = tuple[Tensor, ...]  # q, k, v, out, lse, of tokens or of heads
 
 _aten = torch.ops.aten
@@ -91,9 +92,9 @@ def begin_by_blocks(
 
 def forward_by_blocks(
     schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor,
-    begun: PartialResult | None,
+    begun: PartialResult | None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """out in the input's dtype, lse, and what the backward wants."""
+    """out in the input's dtype, lse, and what the backward wants. ``sinks`` ``[H]`` enter when all keys are in."""
     if begun is not None and begun.plan.lengths != plan.lengths:
         begun = None
     result = begun or PartialResult.empty(plan, q)
@@ -102,15 +103,19 @@ def forward_by_blocks(
     )
     for block in schedule(kv):
         result.add(call.rank, block, q, options.scale)
+    if sinks is not None:  # as a key with that score and a value of zeros
+        merge_into(result.out, result.lse, result.out.new_zeros(1), sinks.to(result.lse.dtype).expand_as(result.lse))
     out = result.out.to(q.dtype)
     return out, result.lse, (q, k, v, out, result.lse)
 
 
 def backward_by_blocks(
-    schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor
-) -> Triple:
-    """dq, dk and dv, at least in fp32."""
+    schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor,
+    sinks: Tensor | None = None,
+) -> Grads:  # fmt: skip
+    """dq, dk, dv and what this rank's tokens say about the sinks, at least in fp32."""
     q, k, v, out, lse = saved
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of a row that saw nothing: exp(score - lse) is 0
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     kv = KVExchange(
         call, plan, k, v, q.shape[2], options.backward_strides, dk, dv, options.grad_dtype or lse.dtype,
@@ -131,7 +136,13 @@ def backward_by_blocks(
                 dq[:, rows, heads].add_(dq_part.transpose(1, 2))
                 block.grad_keys[:, :, cut].add_(dk_part)
                 block.grad_values[:, :, cut].add_(dv_part)
-    return dq, dk, dv
+    return dq, dk, dv, None if sinks is None else _sinks_backward(grad, out, lse, sinks)
+
+
+def _sinks_backward(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """``[H]``: a sink's probability takes from what the keys have, over the rank's tokens."""
+    inner = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype))
+    return -((sinks.to(lse.dtype) - lse).exp() * inner).sum((0, 1))
 
 
 # The kernel of one block.

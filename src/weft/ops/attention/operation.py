@@ -13,6 +13,7 @@ from weft.comm.arguments import (
     find_flag_fault,
     find_integer_fault,
     find_number_fault,
+    find_tensor_fault,
     show,
     the_choice,
 )
@@ -26,6 +27,7 @@ from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
+    sinks: Tensor | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
@@ -36,6 +38,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
+    sinks: Tensor | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
@@ -51,6 +54,7 @@ def attention(
     *,
     causal: bool | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
     layout: str | None = None,
@@ -73,12 +77,17 @@ def attention(
     | q, out       | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
     | k, v         | ``[B, S, Hk, D]``, H a multiple of Hk    | its S tokens; query head h uses h // (H / Hk) |
     | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores; has no gradient    |
+    | `sinks`      | ``[H]``, fp32 or the dtype of q          | the same on every rank                        |
     | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
 
     A query at position p of the sequence sees keys p - left .. p + right of its document, with ``window`` = (left,
     right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out) or "zigzag" (see
     `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5. ``sequence`` (see `weft.sequence`) is given
     in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
+
+    ``sinks`` are a score for each head that every query has beside those of its keys, with a value of zeros: out and
+    lse are those of the softmax with it. Their gradient is this rank's part; the sum over ranks is the whole, as of
+    every replicated parameter.
 
     What crosses ranks, by ``method``:
 
@@ -111,7 +120,9 @@ def attention(
             or _find_window_fault(rank, window)
             or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
             or find_flag_fault(name, "return_lse", return_lse, rank)
+            or (None if sinks is None else _find_sinks_fault(rank, q, sinks))
         )
+        leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
         return fault or Options(
             q=(q.shape[0], *q.shape[2:]),
             kv_heads=k.shape[2],
@@ -129,11 +140,12 @@ def attention(
             backward=None if backward is None else "ring",
             grad_dtype=grad_dtype,
             return_lse=return_lse,
-            gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
+            gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in leaves),
+            sinks=sinks is not None,
         )
 
     axis, options = read_on_axis("attention", group, sequence, read_options)
-    out, lse = Attention.apply(q, k, v, options, axis, sequence)
+    out, lse = Attention.apply(q, k, v, options, axis, sequence, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -162,6 +174,18 @@ def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception |
         return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and k {list(k.shape)} {where}")
     if q.shape[2] % k.shape[2]:
         return ValueError(f"attention: {q.shape[2]} heads are not a multiple of {k.shape[2]} key/value heads {where}")
+    return None
+
+
+def _find_sinks_fault(rank: int, q: Tensor, sinks: Tensor) -> Exception | None:
+    kinds = (torch.float32, q.dtype)
+    if fault := find_tensor_fault("attention", "sinks", sinks, rank, kinds, "a tensor of fp32 or the dtype of q"):
+        return fault
+    if sinks.shape != q.shape[2:3]:
+        shapes = f"got {list(sinks.shape)} with q {list(q.shape)}"
+        return ValueError(f"attention: sinks must be [heads], one score for each head of q, {shapes} (rank {rank})")
+    if sinks.device != q.device:
+        return ValueError(f"attention: sinks is on {sinks.device}, q on {q.device} (rank {rank})")
     return None
 
 

@@ -248,6 +248,7 @@ class Options:
     return_lse: bool
     gradients: tuple[bool, ...]
     local_first: bool = True  # see `KVExchange`
+    sinks: bool = False
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""

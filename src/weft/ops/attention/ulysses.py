@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call, Pending
 from weft.comm.wire import SoloWire
-from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, forward_by_blocks
+from weft.ops.attention.blockwise import Grads, Saved, backward_by_blocks, forward_by_blocks
 from weft.ops.attention.gather import choose_strides
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.plan import AttentionPlan, Options, plan_attention
@@ -29,15 +29,17 @@ def begin_by_heads(options: Options, call: Call, plan: AttentionPlan, q: Tensor,
 
 
 def forward_by_heads(
-    options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, packed: list[Tensor] | None
-) -> tuple[Tensor, Tensor, Saved]:
+    options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, packed: list[Tensor] | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """q, k and v become whole sequences of some heads; out (and lse, if asked for) goes back."""
     alone, whole = _alone(options, plan)
     kept: list[Tensor] = []
 
     def compute(part: int, tensors: list[Tensor]) -> list[Pending[list[Tensor]]]:
         mine_q, mine_k, mine_v = tensors
-        out, lse, saved = forward_by_blocks(_own_only, options, alone, whole, mine_q, mine_k, mine_v, None)
+        mine_sinks = None if sinks is None else _own_part(call, sinks, _parts(k.shape[2], call.size)[part], k.shape[2])
+        out, lse, saved = forward_by_blocks(_own_only, options, alone, whole, mine_q, mine_k, mine_v, None, mine_sinks)
         kept.extend(saved)
         going = [_to_tokens(call, plan, [out])]
         return going + ([_to_tokens(call, plan, [lse[..., None]])] if options.return_lse else [])
@@ -46,15 +48,23 @@ def forward_by_heads(
     return out, lse[0][..., 0] if lse else out.new_empty(0), tuple(kept)
 
 
-def backward_by_heads(options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor) -> Triple:
-    """The gradient of out comes in, those of q, k and v go back: whole sums already."""
+def backward_by_heads(
+    options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor, sinks: Tensor | None
+) -> Grads:
+    """The gradient of out comes in, those of q, k and v go back: whole sums already. Those of the sinks stay: of this
+    rank's heads they are whole, of the others zero."""
     alone, whole = _alone(options, plan)
     dtype = saved[0].dtype
     kv_heads = call.size * sum(keys.shape[2] for keys in saved[1::5])
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=saved[4].dtype)
 
     def compute(part: int, tensors: list[Tensor]) -> list[Pending[list[Tensor]]]:
         mine = saved[5 * part : 5 * part + 5]
-        dq, dk, dv = backward_by_blocks(_own_only, options, alone, whole, mine, *tensors)
+        own = _parts(kv_heads, call.size)[part]
+        mine_sinks = None if sinks is None else _own_part(call, sinks, own, kv_heads)
+        dq, dk, dv, of_sinks = backward_by_blocks(_own_only, options, alone, whole, mine, *tensors, mine_sinks)
+        if dsinks is not None and of_sinks is not None:
+            _own_part(call, dsinks, own, kv_heads).copy_(of_sinks)
         wire = options.grad_dtype or dtype
         return [
             _to_tokens(call, plan, [dq.to(dtype)]),
@@ -62,7 +72,12 @@ def backward_by_heads(options: Options, call: Call, plan: AttentionPlan, saved: 
         ]
 
     dq, dk, dv = _in_parts(call, plan, [grad], kv_heads, compute, [])
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
+
+
+def _own_part(call: Call, x: Tensor, part: slice, kv_heads: int) -> Tensor:
+    """A view of a number for each query head ``[H]``: those of a part of this rank's heads."""
+    return x.view(call.size, kv_heads // call.size, -1)[call.rank, part].flatten()
 
 
 def _parts(kv_heads: int, size: int) -> list[slice]:
