@@ -27,10 +27,11 @@ class Kind:
     """What is beside plain softmax: a sink for each head, capped scores, the size of values, a gradient of lse."""
 
     sinks: bool = False
+    size: int = 4
 
 
 KINDS = {
-    "sinks": Kind(sinks=True),
+    "sinks": Kind(sinks=True), "short values": Kind(size=3), "long values": Kind(size=6, sinks=True),
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures("every_network")
 
@@ -59,9 +60,9 @@ def problem(case: Case, kind: Kind) -> tuple[dict[str, Tensor | None], dict[str,
     given = {
         "q": draw(batch, case.total, case.heads, case.dim),
         "k": draw(batch, case.total, case.kv_heads, case.dim),
-        "v": draw(batch, case.total, case.kv_heads, case.dim),
+        "v": draw(batch, case.total, case.kv_heads, kind.size),
         "sinks": draw(case.heads) if kind.sinks else None,
-        "grad": draw(batch, case.total, case.heads, case.dim),
+        "grad": draw(batch, case.total, case.heads, kind.size),
     }
     leaves = {
         name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks") if given[name] is not None
@@ -151,3 +152,19 @@ def test_on_three_ranks(kind: str, method: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_combination(kind: str, size: int, method: str) -> None:
     check(KINDS[kind], size, method, list(itertools.product(("even", "uneven", "missing"), LAYOUTS)))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_values_travel_without_padding(method: str, size: int) -> None:
+    def program(axis: weft.Axis) -> tuple[int, int]:
+        q, k = (torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(2))
+        v = torch.randn(1, 5, 2, size, requires_grad=True)
+        with weft.record() as forward:
+            out = attention(q, k, v, causal=False, method=method, group=axis)
+        with weft.record() as backward:
+            out.sum().backward()
+        return forward.bytes_received - 24, backward.bytes_received
+
+    token = 2 * (4 + size) * 4  # bytes of k and v, and of their gradients
+    assert virtual_world(2).run(program).results == [(5 * token, 10 * token)] * 2

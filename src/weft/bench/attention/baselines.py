@@ -112,9 +112,7 @@ def strided(kv: KVExchange) -> Iterator[KVBlock]:
 
 def _add_up(kv: KVExchange, coming: Pending[list[Tensor]], heads: slice) -> None:
     for part in coming.wait():
-        for index, total in enumerate((kv.dk, kv.dv)):
-            assert total is not None
-            total[:, :, heads].add_(part[:, index].movedim(0, 1))
+        kv.add_grads(part, ((0, len(part)),), heads)
 
 
 def ring(kv: KVExchange) -> Iterator[KVBlock]:

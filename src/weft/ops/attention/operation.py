@@ -74,8 +74,9 @@ def attention(
 
     | tensor       | shape                                    | on this rank                                  |
     |--------------|------------------------------------------|-----------------------------------------------|
-    | q, out       | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
-    | k, v         | ``[B, S, Hk, D]``, H a multiple of Hk    | its S tokens; query head h uses h // (H / Hk) |
+    | q            | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
+    | k, v         | ``[B, S, Hk, D]``, ``[B, S, Hk, E]``     | its S tokens; query head h uses h // (H / Hk) |
+    | out          | ``[B, S, H, E]``                         | its S tokens; E may be D                      |
     | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores; has no gradient    |
     | `sinks`      | ``[H]``, fp32 or the dtype of q          | the same on every rank                        |
     | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
@@ -142,6 +143,7 @@ def attention(
             return_lse=return_lse,
             gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in leaves),
             sinks=sinks is not None,
+            value_size=v.shape[3],
         )
 
     axis, options = read_on_axis("attention", group, sequence, read_options)
@@ -160,18 +162,13 @@ def _find_causal_fault(rank: int, causal: object) -> Exception | None:
 
 def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
     where = f"(rank {rank})"
-    if v.shape[:3] == k.shape[:3] and k.shape[3] == q.shape[3] != v.shape[3]:
-        return NotImplementedError(
-            f"attention: values of {v.shape[3]} with keys of {k.shape[3]} are not supported, as the kernels have one "
-            f"head size; pad the smaller with zeros {where}"
-        )
-    if v.shape != k.shape or k.shape[3] != q.shape[3]:
+    if v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]:
         return ValueError(
-            f"attention: k {list(k.shape)} and v {list(v.shape)} must have one shape, and the head size of q "
+            f"attention: k {list(k.shape)} and v {list(v.shape)} must have the same heads, and k the head size of q "
             f"{list(q.shape)} {where}"
         )
-    if min(q.shape[0], *q.shape[2:], k.shape[2]) < 1:
-        return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and k {list(k.shape)} {where}")
+    if min(q.shape[0], *q.shape[2:], *v.shape[2:]) < 1:
+        return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and v {list(v.shape)} {where}")
     if q.shape[2] % k.shape[2]:
         return ValueError(f"attention: {q.shape[2]} heads are not a multiple of {k.shape[2]} key/value heads {where}")
     return None

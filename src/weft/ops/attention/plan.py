@@ -249,6 +249,7 @@ class Options:
     gradients: tuple[bool, ...]
     local_first: bool = True  # see `KVExchange`
     sinks: bool = False
+    value_size: int | None = None  # of a head of v; None: as q's
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""
