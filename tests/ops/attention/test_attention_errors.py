@@ -67,6 +67,8 @@ Q = torch.randn(1, 6, 6, 4)
             "sinks must be a tensor of fp32 or the dtype of q, got torch.float16",
         ),
         ({"sinks": torch.ones(6, device="meta")}, ValueError, "sinks is on meta, q on cpu"),
+        ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0 \(rank 0\); leave it out for no cap"),
+        ({"softcap": float("nan")}, ValueError, "softcap must be a finite number, got nan"),
         ({"grad_dtype": torch.int8}, TypeError, "grad_dtype must be fp32, fp64, bf16 or fp16, got torch.int8"),
     ],
 )
@@ -120,6 +122,8 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
         ({"grad_dtype": torch.bfloat16}, "rank 1 called attention(grad_dtype=bfloat16)"),
         ({"q": Q.clone().requires_grad_()}, "rank 1 called attention(gradients=(True, False, False))"),
         ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, "rank 1 called attention(kv_heads=3)"),
+        ({"softcap": 2}, "rank 1 called attention(softcap=2.0)"),
+        ({"v": Q[..., :3]}, "rank 1 called attention(value_size=3)"),
         ({"sinks": torch.ones(6)}, "rank 1 called attention(gradients=(False, False, False, False), sinks=True)"),
     ],
 )

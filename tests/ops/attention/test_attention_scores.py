@@ -28,10 +28,12 @@ class Kind:
 
     sinks: bool = False
     size: int = 4
+    softcap: float | None = None
 
 
 KINDS = {
     "sinks": Kind(sinks=True), "short values": Kind(size=3), "long values": Kind(size=6, sinks=True),
+    "softcap": Kind(softcap=1.5), "softcap, sinks, short values": Kind(softcap=0.8, sinks=True, size=3),
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures("every_network")
 
@@ -41,6 +43,8 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, case: Case, k
     shared = case.heads // case.kv_heads
     k, v = k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2)
     scores = 0.7 * torch.einsum("bshd,bthd->bhst", q, k)
+    if kind.softcap is not None:
+        scores = kind.softcap * (scores / kind.softcap).tanh()
     scores = scores.masked_fill(~visible(case), -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
@@ -90,7 +94,9 @@ def run(
     }  # fmt: skip
     local = {name: None if x is None else x.to(dtype, copy=True) for name, x in local.items()}
     leaves = {name: local[name].requires_grad_() for name in ("q", "k", "v", "sinks") if local[name] is not None}
-    out, lse = attention(**leaves, **case.options, layout=layout, return_lse=True, group=axis, **options)
+    out, lse = attention(
+        **leaves, **case.options, layout=layout, softcap=kind.softcap, return_lse=True, group=axis, **options
+    )
     grads = torch.autograd.grad(out, list(leaves.values()), local["grad"])
     assert all(grad.dtype == leaf.dtype for grad, leaf in zip(grads, leaves.values(), strict=True))
     return {"out": out.detach(), "lse": lse.detach()} | {

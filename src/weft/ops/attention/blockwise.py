@@ -36,7 +36,7 @@ class PartialResult:
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=torch.promote_types(q.dtype, torch.float32))
         return PartialResult(plan, out, out.new_full(q.shape[:3], -torch.inf), [False] * q.shape[2])
 
-    def add(self, rank: int, block: KVBlock, q: Tensor, scale: float) -> None:
+    def add(self, rank: int, block: KVBlock, q: Tensor, options: Options) -> None:
         """Compute and merge one block of keys."""
         heads, out, lse = block.query_heads, self.out, self.lse
         fresh = not any(self.touched[heads])
@@ -46,7 +46,8 @@ class PartialResult:
             queries = q[:, rows, heads].transpose(1, 2)
             for number, piece in enumerate(pieces):
                 cut = slice(piece.at, piece.at + piece.length)
-                part, part_lse = attend_block(queries, block.keys[:, :, cut], block.values[:, :, cut], piece, scale)
+                keys, values = block.keys[:, :, cut], block.values[:, :, cut]
+                part, part_lse = attend_block(queries, keys, values, piece, options.scale, options.softcap)
                 part, part_lse = part.transpose(1, 2), part_lse.transpose(1, 2)
                 if fresh and number == 0:
                     out[:, rows, heads], lse[:, rows, heads] = part, part_lse
@@ -73,7 +74,7 @@ def begin_by_blocks(
     begun = PartialResult.empty(plan, q, v)
     kv = KVExchange(call, plan, k, v, q.shape[2], None, local_first=options.local_first)
     for block in kv.own(kv.head_start):
-        begun.add(call.rank, block, q, options.scale)
+        begun.add(call.rank, block, q, options)
     return begun
 
 
@@ -89,7 +90,7 @@ def forward_by_blocks(
         call, plan, k, v, q.shape[2], options.strides, local_first=options.local_first, started=begun is not None
     )
     for block in schedule(kv):
-        result.add(call.rank, block, q, options.scale)
+        result.add(call.rank, block, q, options)
     if sinks is not None:  # as a key with that score and a value of zeros
         merge_into(result.out, result.lse, result.out.new_zeros(1), sinks.to(result.lse.dtype).expand_as(result.lse))
     out = result.out.to(q.dtype)
@@ -118,7 +119,7 @@ def backward_by_blocks(
                 cut = slice(piece.at, piece.at + piece.length)
                 keys, values = block.keys[:, :, cut], block.values[:, :, cut]
                 dq_part, dk_part, dv_part = attend_block_backward(
-                    mine[0], mine[1], keys, values, mine[2], mine[3], piece, options.scale
+                    mine[0], mine[1], keys, values, mine[2], mine[3], piece, options.scale, options.softcap
                 )
                 dq[:, rows, heads].add_(dq_part.transpose(1, 2))
                 block.grad_keys[:, :, cut].add_(dk_part)

@@ -27,7 +27,7 @@ from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
-    sinks: Tensor | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
@@ -38,7 +38,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
-    sinks: Tensor | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
@@ -54,6 +54,7 @@ def attention(
     *,
     causal: bool | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
@@ -85,6 +86,8 @@ def attention(
     right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out) or "zigzag" (see
     `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5. ``sequence`` (see `weft.sequence`) is given
     in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
+
+    With ``softcap`` c a score s becomes c * tanh(s / c), before the mask: it stays between -c and c.
 
     ``sinks`` are a score for each head that every query has beside those of its keys, with a value of zeros: out and
     lse are those of the softmax with it. Their gradient is this rank's part; the sum over ranks is the whole, as of
@@ -118,6 +121,7 @@ def attention(
             _find_shape_fault(rank, q, k, v)
             or _find_causal_fault(rank, causal)
             or (None if scale is None else find_number_fault(name, "scale", scale, rank))
+            or (None if softcap is None else _find_softcap_fault(rank, softcap))
             or _find_window_fault(rank, window)
             or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
             or find_flag_fault(name, "return_lse", return_lse, rank)
@@ -144,6 +148,7 @@ def attention(
             gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in leaves),
             sinks=sinks is not None,
             value_size=v.shape[3],
+            softcap=0.0 if softcap is None else float(softcap),
         )
 
     axis, options = read_on_axis("attention", group, sequence, read_options)
@@ -171,6 +176,14 @@ def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception |
         return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and v {list(v.shape)} {where}")
     if q.shape[2] % k.shape[2]:
         return ValueError(f"attention: {q.shape[2]} heads are not a multiple of {k.shape[2]} key/value heads {where}")
+    return None
+
+
+def _find_softcap_fault(rank: int, softcap: float) -> Exception | None:
+    if fault := find_number_fault("attention", "softcap", softcap, rank):
+        return fault
+    if float(softcap) <= 0:
+        return ValueError(f"attention: softcap must be positive, got {softcap} (rank {rank}); leave it out for no cap")
     return None
 
 

@@ -250,6 +250,7 @@ class Options:
     local_first: bool = True  # see `KVExchange`
     sinks: bool = False
     value_size: int | None = None  # of a head of v; None: as q's
+    softcap: float = 0.0  # 0: scores are not capped
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""
