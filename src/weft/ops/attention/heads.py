@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from weft.ops.attention.gather import choose_strides
-from weft.ops.sequence.layout import TokenRun
+from weft.ops.sequence.runs import TokenRun
 
 
 @dataclass(frozen=True)

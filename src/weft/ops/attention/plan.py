@@ -224,6 +224,9 @@ class Options:
     local_first: bool = True  # see `KVExchange`
     mask: Mask | None = None
     inner: int = 0  # ranks that exchange heads, if not all do: of a method on two levels
+    sinks: bool = False
+    value_size: int | None = None  # of a head of v; None: as q's
+    softcap: float = 0.0  # 0: scores are not capped
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call, Pending
-from weft.ops.attention.blockwise import KVSchedule, Saved, Triple, backward_by_blocks, forward_by_blocks
+from weft.ops.attention.blockwise import Grads, KVSchedule, Saved, backward_by_blocks, forward_by_blocks
 from weft.ops.attention.heads import HeadPart, group_runs, head_parts
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.plan import AttentionPlan, Options
@@ -43,7 +43,7 @@ def begin_by_heads(
 
 def forward_by_heads(
     schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor,
-    packed: list[list[Tensor]] | None,
+    packed: list[list[Tensor]] | None, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """q, k and v become more tokens of some heads; out (and lse, if asked for) goes back."""
     heads = HeadExchange.of(options, call, plan)
@@ -51,9 +51,10 @@ def forward_by_heads(
 
     def attend(number: int, tensors: list[Tensor]) -> list[Pending[list[list[Piece]]]]:
         mine_q, mine_k, mine_v = tensors
-        if heads.own_parts[number].heads:
+        if (part := heads.own_parts[number]).heads:
+            own = None if sinks is None else sinks[part.queries]
             out, lse, saved = forward_by_blocks(
-                schedule, options, heads.outer, heads.plan, mine_q, mine_k, mine_v, None
+                schedule, options, heads.outer, heads.plan, mine_q, mine_k, mine_v, None, own
             )  # fmt: skip
         else:
             out, lse = mine_v, mine_q.new_empty(mine_q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -67,10 +68,15 @@ def forward_by_heads(
 
 
 def backward_by_heads(
-    schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor
-) -> Triple:
-    """The gradient of out comes in, those of q, k and v go back: whole sums, but for keys of heads that are split."""
+    schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor,
+    sinks: Tensor | None,
+) -> Grads:  # fmt: skip
+    """The gradient of out comes in, those of q, k and v go back: whole sums, but for keys of heads that are split.
+
+    Those of the sinks stay: of this rank's heads, for the tokens that it computed; of others zero.
+    """
     heads = HeadExchange.of(options, call, plan)
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=saved[4].dtype)
 
     def wire(part: HeadPart) -> torch.dtype:
         return wire_dtype(part, options.dtype, options.grad_dtype)
@@ -79,14 +85,19 @@ def backward_by_heads(
         mine, part = saved[5 * number : 5 * number + 5], heads.own_parts[number]
         dq, dk, dv = mine[:3]
         if part.heads:
-            dq, dk, dv = backward_by_blocks(schedule, options, heads.outer, heads.plan, mine, *tensors)
+            own = None if sinks is None else sinks[part.queries]
+            dq, dk, dv, of_sinks = backward_by_blocks(
+                schedule, options, heads.outer, heads.plan, mine, tensors[0], own
+            )  # fmt: skip
+            if dsinks is not None and of_sinks is not None:
+                dsinks[part.queries] = of_sinks
         return [
             heads.to_tokens(number, [dq.to(options.dtype)], by_query),
             heads.to_tokens(number, [dk.to(wire(part)), dv.to(wire(part))], by_key, wire),
         ]
 
     dq, dk, dv = heads.in_parts([(grad, by_query)], attend, [])
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
 def wire_dtype(part: HeadPart, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> torch.dtype:
