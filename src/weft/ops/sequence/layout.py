@@ -21,6 +21,7 @@ from torch import Tensor
 from weft.comm import Axis, Call
 from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
 from weft.comm.device import copy_to_device
+from weft.comm.opaque import Opaque
 from weft.parallel.dtensor import is_dtensor
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ def document_at(bounds: Bounds, position: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
+class Sequence(Opaque):
     """How the tokens of one batch lie on ranks: made by `weft.sequence`, passed to every layer as ``sequence=``.
 
     | attribute | what it holds                                                                             |
@@ -166,6 +167,12 @@ def predict(axis: Axis, length: int, layout: str, bounds: Bounds | None) -> Sequ
         if lengths is not None and lengths[axis.rank] == length and (total is None or sum(lengths) == total):
             return Sequence(axis, layout, lengths, bounds)
     return None
+
+
+def count_documents(batch: int, cu_seqlens: Any, given: Any) -> int:
+    """How many there are, as the arguments say, before anything was read: ``batch`` where none are packed."""
+    bounds = given.bounds if isinstance(given, Sequence) else cu_seqlens
+    return batch if bounds is None else len(bounds) - 1
 
 
 # Reading arguments: faults are returned, see `weft.comm.arguments`.
