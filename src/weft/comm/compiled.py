@@ -23,10 +23,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import with_effects
 from torch._library.effects import EffectType
 from torch._library.opaque_object import get_opaque_type_name
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from weft.comm.function import RankFunction, applied_by, eager
 from weft.comm.opaque import Opaque
@@ -269,6 +271,19 @@ def _set_up(ctx: Any, inputs: Sequence[Any], output: tuple[list[Tensor], Kept]) 
     ctx.needs = inputs[6]
     ctx.empty = [index for index, value in enumerate(inputs) if value == []]
     ctx.save_for_backward(*tensors, *(outs if _operations[operation].keeps_outputs else ()))
+    _keep_from_recomputation()
+
+
+def _keep_from_recomputation() -> None:
+    """In a checkpointed region the compiler marks all it traces as to be computed again. Take that back here."""
+    mode = get_proxy_mode()
+    made: list[torch.fx.Node] = []  # the operator, and what takes its results apart
+    for node in () if mode is None else reversed(mode.tracer.graph.nodes):
+        made.append(node)
+        if node.target is with_effects and node.args[1] is torch.ops.weft.call.default:
+            for one in made:
+                one.meta.pop("recompute", None)
+            break
 
 
 def _backward(ctx: Any, grads: list[Tensor], _: None) -> tuple[Any, ...]:
