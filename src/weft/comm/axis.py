@@ -14,6 +14,7 @@ import torch
 
 from weft.comm.call import Call, Message, start_beside
 from weft.comm.dist import DistWire, process_group_of
+from weft.comm.opaque import Opaque
 from weft.comm.rounds import gather_metadata
 from weft.comm.wire import CallRecord, Pending, SoloWire, Wire, mix
 from weft.errors import fault_of
@@ -90,7 +91,7 @@ def _as_text(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-class Axis:
+class Axis(Opaque):
     """One mesh axis seen from one rank: ``rank``, ``size`` and the ways to reach the others.
 
     Ranks are logical: 0 .. size-1 in the order of the axis, whatever their global numbers are.

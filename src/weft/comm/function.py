@@ -149,6 +149,8 @@ class RankFunction(torch.autograd.Function):
                 f"{cls.operation}: torch.func (grad, vjp, jvp, vmap, ...) is not supported over ranks; use "
                 f"torch.autograd and a batch dimension"
             )
+        if _instead.run is not None:
+            return _instead.run(cls, args)
         return super().apply(*args)
 
     @staticmethod
@@ -156,6 +158,23 @@ class RankFunction(torch.autograd.Function):
         raise NotImplementedError(
             f"{type(ctx)._forward_cls.operation}: forward-mode derivatives are not supported; use the backward"
         )
+
+
+class _Instead(threading.local):
+    run: Callable[[type[RankFunction], Sequence[Any]], Any] | None = None
+
+
+_instead = _Instead()
+
+
+@contextmanager
+def applied_by(run: Callable[[type[RankFunction], Sequence[Any]], Any]) -> Iterator[None]:
+    """``apply(*args)`` of every `RankFunction` is ``run(function, args)`` in this thread, where autograd is no part."""
+    before, _instead.run = _instead.run, run
+    try:
+        yield
+    finally:
+        _instead.run = before
 
 
 def tie(x: Tensor) -> Tensor:

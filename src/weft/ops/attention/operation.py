@@ -18,7 +18,7 @@ from weft.comm.arguments import (
     show,
     the_choice,
 )
-from weft.comm.function import eager
+from weft.comm.compiled import Shape, traceable
 from weft.ops.attention.distributed import METHODS, Attention
 from weft.ops.attention.gather import find_strides_fault
 from weft.ops.attention.plan import Options, find_mask_fault
@@ -48,7 +48,17 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@eager
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any) -> list[Shape]:
+    """Of out and lse, for the compiler."""
+    out = (*q.shape[:-1], *v.shape[-1:]), q.dtype
+    return [out, (q.shape[:-1], torch.promote_types(q.dtype, torch.float32))] if return_lse else [out]
+
+
+def _arrange(outs: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    return outs[0] if len(outs) == 1 else (outs[0], outs[1].detach())
+
+
+@traceable(_shapes, _arrange, keeps_outputs=True)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.function import RankFunction, eager
+from weft.comm.compiled import traceable
+from weft.comm.function import RankFunction
 from weft.ops.delta_rule.backward import ChunkBackward
 from weft.ops.delta_rule.chunk import ChunkForward, Inputs
 from weft.ops.delta_rule.fused.phases import FusedBackward, FusedForward
 from weft.ops.delta_rule.fused.tiling import MAX_CHUNK
 from weft.ops.delta_rule.two_ranks import WaitingBackward, WaitingForward, cut_heads, second_rank_waits
 from weft.ops.scan import Kind
-from weft.ops.scan.arguments import StateArguments, StateOptions
+from weft.ops.scan.arguments import StateArguments, StateOptions, shapes_of, with_state
 from weft.ops.scan.passes import run_backward, run_forward
 from weft.ops.scan.state_scan import LocalRun, SequencePlan, join_runs
 from weft.ops.sequence.layout import Sequence, read_on_axis
@@ -42,7 +43,7 @@ class Options(StateOptions):
         return "dense"
 
 
-@eager
+@traceable(shapes_of, with_state)
 def delta_rule(
     q: Tensor,
     k: Tensor,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.function import RankFunction, eager
+from weft.comm.compiled import traceable
+from weft.comm.function import RankFunction
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.ops.linear_attention.fused.phases import FusedBackward, FusedForward
 from weft.ops.scan import Kind
-from weft.ops.scan.arguments import StateArguments, StateOptions
+from weft.ops.scan.arguments import StateArguments, StateOptions, shapes_of, with_state
 from weft.ops.scan.passes import run_backward, run_forward
 from weft.ops.scan.state_scan import SequencePlan, join_runs
 from weft.ops.sequence.layout import Sequence, read_on_axis
@@ -39,7 +40,7 @@ class Options(StateOptions):
         return "none" if self.g is None else "vector" if len(self.g) == 3 else "scalar"
 
 
-@eager
+@traceable(shapes_of, with_state)
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -19,10 +19,11 @@ from weft.comm.arguments import (
     find_tensor_fault,
     the_choice,
 )
+from weft.comm.compiled import Shape
 from weft.comm.function import tensors_are_real
 from weft.ops.scan.affine import Form, Kind
 from weft.ops.scan.methods import METHODS
-from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, read_tokens
+from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, count_documents, read_tokens
 
 _KINDS = "a floating tensor"
 
@@ -200,6 +201,23 @@ class StateArguments:
         if size < 1 or size & (size - 1):
             return ValueError(f"{name}: chunk_size must be a power of two, got {size} {place}")
         return None
+
+
+def shapes_of(
+    q: Tensor, k: Tensor, v: Tensor, *rates: Tensor | None, output_final_state: bool = False,
+    cu_seqlens: Any = None, sequence: Sequence | None = None, **others: Any,
+) -> list[Shape]:  # fmt: skip
+    """Of o and the final states, for the compiler."""
+    o = v.shape, v.dtype
+    if output_final_state is not True or not q.ndim == v.ndim == 4:
+        return [o]
+    states = count_documents(q.shape[0], cu_seqlens, sequence), v.shape[2], q.shape[3], v.shape[3]
+    return [o, (states, torch.promote_types(q.dtype, torch.float32))]
+
+
+def with_state(outs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The output, and the final states if they were asked for."""
+    return outs[0], outs[1] if len(outs) > 1 else None
 
 
 def choose_backend(

@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.comm import Axis, Call
 from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
 from weft.comm.device import copy_to_device
+from weft.comm.opaque import Opaque
 from weft.ops.sequence.deal import Bounds, CountedMask
 from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, TokenRun, lay_out, lengths_of, shard_lengths, shard_runs
 from weft.parallel.dtensor import is_dtensor
@@ -34,7 +35,7 @@ def document_at(bounds: Bounds, position: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
+class Sequence(Opaque):
     """How the tokens of one batch lie on ranks: made by `weft.sequence`, passed to every layer as ``sequence=``.
 
     | attribute | what it holds                                                                             |
@@ -129,6 +130,12 @@ def predict(axis: Axis, length: int, layout: str, bounds: Bounds | None) -> Sequ
         if dealt is None or lengths_of(dealt, axis.size) == lengths:
             return Sequence(axis, layout, lengths, bounds, dealt)
     return None
+
+
+def count_documents(batch: int, cu_seqlens: Any, given: Any) -> int:
+    """How many there are, as the arguments say, before anything was read: ``batch`` where none are packed."""
+    bounds = given.bounds if isinstance(given, Sequence) else cu_seqlens
+    return batch if bounds is None else len(bounds) - 1
 
 
 # Reading arguments: faults are returned, see `weft.comm.arguments`.

@@ -9,14 +9,29 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_tensor_fault, the_choice
-from weft.comm.function import eager
-from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, read_on_axis, read_sequence
+from weft.comm.compiled import Shape, traceable
+from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, count_documents, read_on_axis, read_sequence
 from weft.ops.short_conv.distributed import Options, ShortConv
 
 _KINDS = "a floating tensor"
 
 
-@eager
+def _shapes(
+    x: Tensor, weight: Tensor, *rest: Any, output_final_state: bool = False, cu_seqlens: Any = None,
+    sequence: Sequence | None = None, **others: Any,
+) -> list[Shape]:  # fmt: skip
+    """Of y and the final states, for the compiler."""
+    y = x.shape, x.dtype
+    if output_final_state is not True or x.ndim != 3 or weight.ndim != 2:
+        return [y]
+    return [y, ((count_documents(x.shape[0], cu_seqlens, sequence), x.shape[2], weight.shape[1] - 1), x.dtype)]
+
+
+def _arrange(outs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return outs[0], outs[1] if len(outs) > 1 else None
+
+
+@traceable(_shapes, _arrange)
 def short_conv(
     x: Tensor,
     weight: Tensor,
