@@ -28,8 +28,8 @@ COMPOSED = ("and_masks", "remap_positions_for_packed_sequence")
 # Keywords that reach attention and change nothing in it, or were dealt with before.
 HARMLESS = frozenset({
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens", "is_causal", "labels", "logits_to_keep",
-    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids",
-    "seq_idx", "shift_labels", "sliding_window", "use_cache", KEY,
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "position_embeddings", "position_ids", "seq_idx", "shift_labels", "sliding_window", "use_cache", KEY,
 })  # fmt: skip
 REASONS = {
     "softcap": "capped scores",
@@ -49,11 +49,16 @@ REASONS = {
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of a model under way. sequences: one for all rows, or one for each. mixers: those that have run."""
+    """One forward of a model under way. sequences: one for all rows, or one for each. mixers: those that have run.
+
+    longest: the largest position of the whole batch. ends: how many tokens of each row are real.
+    """
 
     model: str
     sequences: list[Sequence]
     method: str
+    longest: int = 0
+    ends: tuple[int, ...] = ()
     calls: int = 0
     mixers: set[str] = field(default_factory=set)
     loss_is_right: bool = False
@@ -61,6 +66,15 @@ class Forward:
     @property
     def rank(self) -> int:
         return self.sequences[0].axis.rank
+
+    def places(self, device: torch.device) -> Tensor:
+        """Where in the whole sequence this rank's tokens lie ``[s]``."""
+        mine = [run for run in self.sequences[0].runs if run.rank == self.rank]
+        return torch.cat([torch.arange(run.offset, run.offset + run.length, device=device) for run in mine])
+
+    def real_tokens(self, device: torch.device) -> Tensor:
+        """Which of this rank's tokens are no padding ``[B, s]``."""
+        return self.places(device) < torch.tensor(self.ends, device=device)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +108,18 @@ class _Running(threading.local):
 running = _Running()  # of this thread, the innermost last
 
 
-def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
-    """The mask, in transformers' words. ``local_size`` is the window of sliding layers."""
+def current_forward() -> Forward:
+    """The one under way in this thread."""
     if not running.forwards:
         raise ValueError(
             "ContextParallel: a part of an enabled model was called, not the model; call the model that was enabled"
         )
-    forward = running.forwards[-1]
+    return running.forwards[-1]
+
+
+def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
+    """The mask, in transformers' words. ``local_size`` is the window of sliding layers."""
+    forward = current_forward()
     for name in _parts_of(mask_function):
         if name not in PLAIN_MASKS:
             raise NotImplementedError(
