@@ -118,7 +118,7 @@ def test_nobody_is_told_to_install_a_strangers_package() -> None:
 
 def test_public_names() -> None:
     assert set(weft.__all__) == {
-        "Axis", "BigramHashEmbedding", "RowExchange", "Sequence", "ShardedEmbedding", "attention",
+        "Axis", "BigramHashEmbedding", "Mask", "RowExchange", "Sequence", "ShardedEmbedding", "attention",
         "broadcast_parameters", "clip_grad_norm_", "delta_rule", "exclusive_scan", "head_strides", "launch",
         "linear_attention", "mamba2", "mean_loss", "optim", "record", "selective_scan", "sequence", "shard",
         "short_conv", "unshard", "world",

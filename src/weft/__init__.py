@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.ops.mamba2 import mamba2
     from weft.ops.scan import exclusive_scan
     from weft.ops.selective_scan import selective_scan
-    from weft.ops.sequence import Sequence, mean_loss, sequence, shard, unshard
+    from weft.ops.sequence import Mask, Sequence, mean_loss, sequence, shard, unshard
     from weft.ops.short_conv import short_conv
     from weft.optim import broadcast_parameters, clip_grad_norm_
     from weft.world import launch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Axis",
     "BigramHashEmbedding",
+    "Mask",
     "RowExchange",
     "Sequence",
     "ShardedEmbedding",

@@ -10,7 +10,7 @@ PUBLIC = {
     "weft.ops.mamba2": ("mamba2",),
     "weft.ops.scan": ("exclusive_scan",),
     "weft.ops.selective_scan": ("selective_scan",),
-    "weft.ops.sequence": ("Sequence", "mean_loss", "sequence", "shard", "unshard"),
+    "weft.ops.sequence": ("Mask", "Sequence", "mean_loss", "sequence", "shard", "unshard"),
     "weft.ops.short_conv": ("short_conv",),
     "weft.optim": ("broadcast_parameters", "clip_grad_norm_"),
     "weft.world": ("launch",),

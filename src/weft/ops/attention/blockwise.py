@@ -60,7 +60,7 @@ class PartialResult:
                 cut = slice(piece.at, piece.at + piece.length)
                 part, part_lse = attend_block(queries, block.keys[:, :, cut], block.values[:, :, cut], piece, scale)
                 part, part_lse = part.transpose(1, 2), part_lse.transpose(1, 2)
-                if fresh and number == 0:
+                if fresh and tile.first and number == 0:
                     out[:, rows, heads], lse[:, rows, heads] = part, part_lse
                 else:
                     merge_into(out[:, rows, heads], lse[:, rows, heads], part, part_lse)

@@ -17,7 +17,7 @@ from weft.comm import Axis, Call
 from weft.comm.function import RankFunction, tie
 from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, begin_by_blocks, forward_by_blocks
 from weft.ops.attention.gather import gather
-from weft.ops.attention.plan import AttentionPlan, Options, count
+from weft.ops.attention.plan import AttentionPlan, Options, count, find_mask_fault
 from weft.ops.attention.ring import ring
 from weft.ops.attention.ulysses import backward_by_heads, begin_by_heads, forward_by_heads
 from weft.ops.sequence.layout import Sequence, predict, resolve
@@ -96,12 +96,15 @@ class Attention(RankFunction):
         call = axis.begin("attention", options, metadata=None if sequence else (q.shape[1],))
         begun, begun_by = None, ""
         if sequence is None:
-            predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens)
+            whole = None if options.mask is None else (0, options.mask.total)
+            predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens or whole)
             if predicted is not None:
                 plan = options.plan(predicted)
                 begun_by = resolve_method(options, plan)
                 begun = METHODS[begun_by].begin(options, call, plan, q, k, v)
             sequence = resolve("attention", call, axis, options.layout, options.cu_seqlens)
+            if fault := find_mask_fault(options.mask, sequence.lengths):
+                raise fault
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
         out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun if method == begun_by else None)

@@ -13,14 +13,16 @@ from weft.comm.arguments import (
     find_flag_fault,
     find_integer_fault,
     find_number_fault,
+    kind_of,
     show,
     the_choice,
 )
 from weft.comm.function import eager
 from weft.ops.attention.distributed import METHODS, Attention
 from weft.ops.attention.gather import find_strides_fault
-from weft.ops.attention.plan import Options
+from weft.ops.attention.plan import Options, find_mask_fault
 from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
+from weft.ops.sequence.mask import Mask
 
 
 @overload
@@ -29,7 +31,7 @@ def attention(
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
-    sequence: Sequence | None = ..., group: Any = ...,
+    sequence: Sequence | None = ..., mask: Mask | None = ..., group: Any = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def attention(
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
-    sequence: Sequence | None = ..., group: Any = ...,
+    sequence: Sequence | None = ..., mask: Mask | None = ..., group: Any = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -61,6 +63,7 @@ def attention(
     grad_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     sequence: Sequence | None = None,
+    mask: Mask | None = None,
     group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over a sequence that lies on the ranks of ``group``: out, or (out, lse).
@@ -79,6 +82,10 @@ def attention(
     right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out) or "zigzag" (see
     `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5. ``sequence`` (see `weft.sequence`) is given
     in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
+
+    ``mask`` (see `weft.Mask`) says who sees whom in place of ``causal`` and ``cu_seqlens``: prefixes, trees of shared
+    prefixes, chunks or slices of one's own, over the whole sequence and the same on every rank. ``window`` and the
+    documents of a ``sequence`` limit it further. A query that sees nothing has out 0 and lse -inf.
 
     What crosses ranks, by ``method``:
 
@@ -106,7 +113,7 @@ def attention(
             return where
         fault = (
             _find_shape_fault(rank, q, k, v)
-            or _find_causal_fault(rank, causal)
+            or _find_seen_fault(rank, causal, cu_seqlens, mask, sequence)
             or (None if scale is None else find_number_fault(name, "scale", scale, rank))
             or _find_window_fault(rank, window)
             or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
@@ -130,6 +137,7 @@ def attention(
             grad_dtype=grad_dtype,
             return_lse=return_lse,
             gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
+            mask=mask,
         )
 
     axis, options = read_on_axis("attention", group, sequence, read_options)
@@ -137,7 +145,16 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _find_causal_fault(rank: int, causal: object) -> Exception | None:
+def _find_seen_fault(
+    rank: int, causal: object, cu_seqlens: object, mask: object, sequence: Sequence | None
+) -> Exception | None:
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            return TypeError(f"attention: mask must be a weft.Mask, got {kind_of(mask)} (rank {rank})")
+        for name, value in (("causal", causal), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                return ValueError(f"attention: mask says who sees whom; leave {name} out (rank {rank})")
+        return None if sequence is None else find_mask_fault(mask, sequence.lengths, f" (rank {rank})")
     if causal is None:
         return ValueError(
             f"attention: say causal=True (a token sees itself and those before it) or causal=False (it sees all) "

@@ -1,20 +1,25 @@
-"""What was asked for, and who attends to what: documents, windows and layouts become ranges and blocks of scores.
+"""What was asked for, and who attends to what: masks and layouts become ranges and blocks of scores.
 
 Every rank works this out for all ranks from their lengths alone, so nobody has to ask what to send.
 Tokens of an owner that others need are *ranges* of its local memory: (start, length), sorted, neighbours joined.
+A mask is slices (`MaskSlice`): documents, windows and what a `Mask` says alike. Kernels see blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
-from weft.ops.sequence.layout import Bounds, Sequence, TokenRun, document_at
+from weft.ops.attention.blocks import Block, HeldKeys, KeySpan, QueryTile, cut_blocks
+from weft.ops.sequence.layout import Bounds, Sequence, TokenRun
+from weft.ops.sequence.mask import Mask
+from weft.ops.sequence.mask_slices import UNLIMITED, MaskSlice, alongside, join
 
-UNLIMITED = 1 << 60  # a window's side that nothing limits
 LARGEST_TILE, SMALLEST_TILE = 512, 64  # queries at a time under a window: their band is what gets computed
 
 Range = tuple[int, int]  # (start, length) in an owner's local memory
@@ -22,37 +27,12 @@ Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
-class KeySpan:
-    """Keys ``at : at + length`` of some memory are the tokens at ``offset`` of the whole sequence."""
+class SlicePart:
+    """What a slice shows to the queries of a run, which are computed ``step`` at a time."""
 
-    at: int
-    length: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class QueryTile:
-    """Queries of one document that are computed together: ``start : start + length`` locally, ``offset`` globally."""
-
-    start: int
-    length: int
-    offset: int
-    document: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Keys ``at : at + length`` against a tile of queries. ``kind``: full, causal (a square on the diagonal) or band.
-
-    In a band, query i sees key j where -left <= shift + j - i <= right.
-    """
-
-    at: int
-    length: int
-    kind: str
-    shift: int
-    left: int
-    right: int
+    run: TokenRun
+    seen: MaskSlice
+    step: int
 
 
 @dataclass
@@ -61,10 +41,9 @@ class AttentionPlan:
 
     lengths: tuple[int, ...]
     runs: tuple[TokenRun, ...]
-    tiles: list[list[QueryTile]]  # by rank
-    left: int
-    right: int
+    parts: list[list[SlicePart]]  # by rank
     _runs: list[list[TokenRun]] = field(default_factory=list)  # by rank
+    _tiles: dict[int, list[QueryTile]] = field(default_factory=dict)
     _blocks: dict[tuple[int, tuple[KeySpan, ...]], list[tuple[QueryTile, list[Block]]]] = field(default_factory=dict)
     _ranges: dict[tuple[int, int], Ranges] = field(default_factory=dict)
     _visible: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -78,13 +57,15 @@ class AttentionPlan:
         key = owner, reader
         if key not in self._ranges:
             if reader not in self._visible:
-                self._visible[reader] = _join(self._visible_keys(tile) for tile in self.tiles[reader])
-            found = []
+                self._visible[reader] = join((part.seen.k_start, part.seen.k_stop) for part in self.parts[reader])
+            visible, found = self._visible[reader], []
             for run in self._runs_of(owner) if owner != reader else []:
-                for low, high in self._visible[reader]:
-                    low, high = max(low, run.offset), min(high, run.offset + run.length)
-                    if low < high:
-                        found.append((run.start + low - run.offset, high - low))
+                end = run.offset + run.length
+                number = bisect_right(visible, run.offset, key=lambda span: span[1])
+                while number < len(visible) and visible[number][0] < end:
+                    low, high = max(visible[number][0], run.offset), min(visible[number][1], end)
+                    found.append((run.start + low - run.offset, high - low))
+                    number += 1
             self._ranges[key] = unite([tuple(found)])
         return self._ranges[key]
 
@@ -103,7 +84,8 @@ class AttentionPlan:
         """What the rank's queries have to compute against these keys."""
         key = rank, spans
         if key not in self._blocks:
-            found = [(tile, self._cut(tile, spans)) for tile in self.tiles[rank]] if spans else []
+            held = HeldKeys(spans)
+            found = [(tile, cut_blocks(tile.seen, held)) for tile in self._tiles_of(rank)] if spans else []
             self._blocks[key] = [(tile, blocks) for tile, blocks in found if blocks]
         return self._blocks[key]
 
@@ -123,60 +105,24 @@ class AttentionPlan:
                 self._runs[run.rank].append(run)
         return self._runs[rank]
 
-    def _visible_keys(self, tile: QueryTile) -> tuple[int, int]:
-        low, high = tile.document
-        return max(low, tile.offset - self.left), min(high, tile.offset + tile.length + self.right)
-
-    def _cut(self, tile: QueryTile, spans: tuple[KeySpan, ...]) -> list[Block]:
-        begin, end = tile.offset, tile.offset + tile.length
-        low, high = self._visible_keys(tile)
-        all_see = max(low, end - 1 - self.left), min(high, begin + self.right + 1)
-        if self.right == 0 and all_see[0] == low:
-            regions = [(low, begin, "full"), (begin, end, "causal")]
-        elif tile.length > 1 and all_see != (low, high) and all_see[1] - all_see[0] < 2 * tile.length:
-            regions = [(low, high, "band")]  # the part without a mask is too short to pay for a kernel of its own
-        else:
-            regions = [
-                (low, all_see[0], "band"), (*all_see, "full"), (all_see[1], high, "band")
-            ]  # fmt: skip
-        blocks: list[Block] = []
-        for first, last, kind in regions:
-            for piece in spans:
-                start, stop = max(first, piece.offset), min(last, piece.offset + piece.length)
-                if start < stop:
-                    at, shift = piece.at + start - piece.offset, start - begin
-                    _append(blocks, Block(at, stop - start, kind, shift, self.left, self.right))
-        return blocks
-
-
-def _append(blocks: list[Block], new: Block) -> None:
-    """Add a block, as part of the last one where their keys are neighbours (in a band: in the sequence too)."""
-    last = blocks[-1] if blocks else None
-    if (
-        last is not None
-        and last.kind == new.kind
-        and last.at + last.length == new.at
-        and (new.kind == "full" or (new.kind == "band" and last.shift + last.length == new.shift))
-    ):
-        blocks[-1] = Block(last.at, last.length + new.length, last.kind, last.shift, last.left, last.right)
-    else:
-        blocks.append(new)
-
-
-def _join(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of [low, high) intervals as sorted intervals that do not touch."""
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(intervals):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(high, joined[-1][1])
-        elif low < high:
-            joined.append((low, high))
-    return joined
+    def _tiles_of(self, rank: int) -> list[QueryTile]:
+        if rank not in self._tiles:
+            tiles: list[QueryTile] = []
+            done: dict[TokenRun, int] = {}  # of each run: the query up to which some have a tile
+            for part in self.parts[rank]:
+                begin, end = part.seen.q_start, part.seen.q_stop
+                for offset in range(begin, end, part.step):
+                    seen = part.seen.of_queries(offset, offset + part.step)
+                    start = part.run.start + offset - part.run.offset
+                    tiles.append(QueryTile(start, seen, offset >= done.get(part.run, 0)))
+                done[part.run] = max(end, done.get(part.run, 0))
+            self._tiles[rank] = tiles
+        return self._tiles[rank]
 
 
 def unite(parts: Iterable[Ranges]) -> Ranges:
     """The union of an owner's ranges."""
-    joined = _join((start, start + length) for ranges in parts for start, length in ranges)
+    joined = join((start, start + length) for ranges in parts for start, length in ranges)
     return tuple((low, high - low) for low, high in joined)
 
 
@@ -197,33 +143,61 @@ def count(ranges: Ranges) -> int:
 
 @lru_cache(maxsize=16)
 def plan_attention(
-    runs: tuple[TokenRun, ...], lengths: tuple[int, ...], bounds: Bounds | None, causal: bool, window: tuple[int, int]
+    runs: tuple[TokenRun, ...],
+    lengths: tuple[int, ...],
+    bounds: Bounds | None,
+    causal: bool,
+    window: tuple[int, int],
+    mask: Mask | None = None,
 ) -> AttentionPlan:
     """The plan of ranks that hold ``runs``, ``lengths`` tokens of each, with documents between ``bounds``
-    (None: one).
+    (None: one), through ``window``; of what those show, what ``mask`` shows too.
     """
     left, right = (UNLIMITED if side < 0 else side for side in window)
     right = 0 if causal else right
-    bounds = bounds or (0, sum(lengths))
-    tiles: list[list[QueryTile]] = [[] for _ in lengths]
-    for run in runs:
-        position, end = run.offset, run.offset + run.length
-        while position < end:
-            document = document_at(bounds, position)
-            stop = min(end, document[1])
-            tile = _tile(document[1] - document[0], left, right)
-            for offset in range(position, stop, tile):
-                start = run.start + offset - run.offset
-                tiles[run.rank].append(QueryTile(start, min(tile, stop - offset), offset, document))
-            position = stop
-    return AttentionPlan(lengths, runs, tiles, left, right)
+    documents = list(pairwise(bounds or (0, sum(lengths))))
+    if mask is None:
+        slices = [MaskSlice(a, b, a, b, -left, right) for a, b in documents if a < b]
+    else:
+        if len(documents) > 1:
+            mask &= Mask.full(bounds)
+        slices = sorted(piece for one in mask.within(left, right).slices for piece in _split(one))
+    steps = {one: _step(one) for one in slices}
+    parts: list[list[SlicePart]] = [[] for _ in lengths]
+    spans = [(run.offset, run.offset + run.length) for run in runs]
+    for run, span, near in zip(runs, spans, alongside(spans, slices), strict=True):
+        shown = [(one, one.of_queries(*span)) for one in near]
+        parts[run.rank] += [SlicePart(run, seen, steps[one]) for one, seen in shown if not seen.is_empty]
+    return AttentionPlan(lengths, runs, parts)
 
 
-def _tile(document: int, left: int, right: int) -> int:
-    """Queries of a tile: all of them where a window does not bite, few where most scores would be masked."""
-    if left >= document - 1 and (right == 0 or right >= document - 1):
-        return document
-    return min(max(min(left, document) + min(right, document), SMALLEST_TILE), LARGEST_TILE)
+def _split(one: MaskSlice) -> Iterator[MaskSlice]:
+    """A causal slice in two: the queries that are among its keys, and those after them, which see all of it."""
+    if one.high or one.k_stop == one.q_stop:
+        yield one
+        return
+    if not (square := one.of_queries(one.q_start, one.k_stop)).is_empty:
+        yield square
+    yield one.of_queries(one.k_stop, one.q_stop)._replace(high=UNLIMITED)
+
+
+def _step(one: MaskSlice) -> int:
+    """Queries of a tile: all of them where no diagonal bites, few where most scores would be masked."""
+    queries = one.q_stop - one.q_start
+    if one.low <= one.k_start - one.q_stop + 1 and (one.high == 0 or one.high >= one.k_stop - 1 - one.q_start):
+        return queries
+    width = min(one.high, one.k_stop - one.q_start) - max(one.low, one.k_start - one.q_stop)
+    return min(max(width, SMALLEST_TILE), LARGEST_TILE)
+
+
+def find_mask_fault(mask: Mask | None, lengths: tuple[int, ...], where: str = "") -> Exception | None:
+    """The error for a mask of another sequence."""
+    if mask is None or mask.total == sum(lengths):
+        return None
+    return ValueError(
+        f"attention: mask is of {mask.total} tokens, but the ranks hold {list(lengths)}, {sum(lengths)} in all; it "
+        f"must be of the whole sequence{where}"
+    )
 
 
 @dataclass(frozen=True)
@@ -248,7 +222,8 @@ class Options:
     return_lse: bool
     gradients: tuple[bool, ...]
     local_first: bool = True  # see `KVExchange`
+    mask: Mask | None = None
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""
-        return plan_attention(sequence.runs, sequence.lengths, sequence.bounds, self.causal, self.window)
+        return plan_attention(sequence.runs, sequence.lengths, self.cu_seqlens, self.causal, self.window, self.mask)

@@ -151,5 +151,5 @@ def _alone(options: Options, plan: AttentionPlan) -> tuple[Call, AttentionPlan]:
     """A world of one, with the same sequence on it."""
     total = sum(plan.lengths)
     run = TokenRun(0, 0, total, 0)
-    whole = plan_attention((run,), (total,), options.cu_seqlens, options.causal, options.window)
+    whole = plan_attention((run,), (total,), options.cu_seqlens, options.causal, options.window, options.mask)
     return Axis.over(SoloWire()).begin("ulysses"), whole
