@@ -43,13 +43,11 @@ def small(kind: str, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-LLAMA4 = {"intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
 DOGE = {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": None, "rope_scaling": None}
 
 # What the model is, and what the error must say.
 WRONG_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "chunked attention": (lambda: small("Llama4TextConfig", **LLAMA4), "chunk"),
     "another router loss": (lambda: small("DogeConfig", **DOGE), "auxiliary loss of its router in a form"),
     "bloom": (lambda: small("BloomConfig", n_layer=1, n_head=4), "(ALiBi)"),
     "mpt": (lambda: small("MptConfig", d_model=16, n_heads=2, n_layers=1), "(ALiBi)"),

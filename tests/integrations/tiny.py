@@ -62,6 +62,11 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.5},
          "rope_scaling": {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.5}},
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {**HEADS, **EXPERTS, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0], "attention_chunk_size": 8,
+         "floor_scale": 5, "attn_scale": 0.5, "moe_layers": [1]},
+    ),
     "mixtral": ("MixtralConfig", {**EXPERTS, **ROUTED}),
     "qwen3_moe": (
         "Qwen3MoeConfig",

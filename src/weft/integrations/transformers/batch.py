@@ -34,7 +34,7 @@ class WholeBatch:
 
     documents: where those of each row begin and end, None where every row is one document. digest: of everything in
     the batch; ranks of one context group must have the same. longest: the largest of all its positions. ends: how many
-    tokens of each row are real.
+    tokens of each row are real. from_zero: whether every packed document begins at position 0.
     """
 
     rows: int
@@ -45,6 +45,7 @@ class WholeBatch:
     size: int
     longest: int
     ends: tuple[int, ...]
+    from_zero: bool
 
     def to(self, *_: Any, **__: Any) -> WholeBatch:
         """Itself: loops move every value of a batch to a device, and this is for the host."""
@@ -87,6 +88,8 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
         _check_padded_targets(targets, ends, rank)
     longest = int(positions.max()) if positions.numel() else 0
     real = (shape[1],) * shape[0] if ends is None else tuple(ends.tolist())
+    rows = enumerate(documents or ())
+    from_zero = not any(bool(positions[row, list(bounds[:-1])].any()) for row, bounds in rows)
     missing = max(0, size - ids.shape[1])  # every rank gets a token: models do not take empty ones
     if missing:
         ids, positions = pad(ids, (0, missing)), pad(positions, (0, missing))
@@ -94,7 +97,7 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
         if documents is not None:
             documents = tuple((*bounds, bounds[-1] + missing) for bounds in documents)
     digest = _digest(ids, positions, *(() if targets is None else (targets,)))
-    whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size, longest, real)
+    whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size, longest, real, from_zero)
     runs = [run for run in lay_out(whole.lengths, layout) if run.rank == rank]
     places = torch.cat([torch.arange(run.offset, run.offset + run.length, device=ids.device) for run in runs])
     part: dict[str, Any] = {"input_ids": ids[:, places], "position_ids": positions[:, places]}

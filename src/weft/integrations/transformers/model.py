@@ -13,7 +13,7 @@ from weft.errors import name_ranks
 from weft.integrations.transformers.attention import Forward, running
 from weft.integrations.transformers.batch import KEY, WholeBatch
 from weft.integrations.transformers.mixers import ATTENDING, family_of, hooks_of, kinds_of, mixers_of, take_over
-from weft.integrations.transformers.positions import hooks_of_rotary_embeddings
+from weft.integrations.transformers.positions import hooks_of_positions
 from weft.integrations.transformers.router_loss import find_router_loss, take_over_router_loss
 
 CACHES = ("past_key_values", "cache_params")
@@ -72,7 +72,7 @@ class Enabled:
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
             *hooks_of(model),
-            *hooks_of_rotary_embeddings(model),
+            *hooks_of_positions(model),
         ]
 
     def pause(self) -> None:
@@ -110,8 +110,7 @@ class Enabled:
             numbers = whole.digest, whole.rows, whole.length, 0 if items is None else int(items)
         gathered = self.axis.begin("ContextParallel.forward", options, metadata=numbers, fault=fault).metadata.wait()
         self._compare(gathered)
-        sequences = whole.sequences(self.axis)
-        self._forward = Forward(type(model).__name__, sequences, self.method, whole.longest, whole.ends)
+        self._forward = Forward(type(model).__name__, whole, whole.sequences(self.axis), self.method)
         running.forwards.append(self._forward)
         return args, keywords
 

@@ -13,7 +13,7 @@ from weft.integrations.transformers.mixers import ATTENDING, family_of, faults_o
 from weft.integrations.transformers.positions import by_longest_position, rope_types, rotary_embeddings_of
 from weft.integrations.transformers.router_loss import find_router_loss
 
-LAYERS = ("full_attention", "sliding_attention")
+LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -60,8 +60,6 @@ def _faults_of_tokens(model: Any) -> Iterator[str]:
     for kind in kinds_of(model.config):
         if kind not in known:
             yield f"has layers of type {kind}; only {' and '.join(known)} are supported"
-    if getattr(model.config, "attention_chunk_size", None):
-        yield f"attends in chunks of {model.config.attention_chunk_size}, which no window can express"
     mixers = tuple(f"{name}." for name in mixers_of(model))
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d) and not name.startswith(mixers):

@@ -82,5 +82,5 @@ def share_of_router_loss(forward: Forward, gate_logits: tuple[Tensor, ...], expe
     options = _Options(forward.model, len(gate_logits), experts, top_k, device.type)
     call = forward.sequences[0].axis.begin("ContextParallel.router_loss", options)
     everybodys = torch.stack(call.all_gather(counts).wait()).sum(0)
-    rows = max(1, sum(forward.ends) * len(gate_logits))
+    rows = max(1, sum(forward.whole.ends) * len(gate_logits))
     return experts * (everybodys / rows * (probabilities / rows)).sum()
