@@ -10,14 +10,11 @@ from ranks import errors_of
 from test_attention_reference import distance
 
 import weft
-from weft.ops.attention import attention, head_strides, on_device
-from weft.ops.attention.blockwise import (
-    attend_block,
-    attend_block_backward,
-    merge_into,
-)
+from weft.ops.attention import attention, head_strides, tiles
+from weft.ops.attention.blockwise import merge_into
 from weft.ops.attention.distributed import choose_method
 from weft.ops.attention.gather import choose_strides
+from weft.ops.attention.kernels import attend_block, attend_block_backward
 from weft.ops.attention.plan import UNLIMITED, Block, plan_attention
 from weft.ops.sequence.layout import lay_out
 
@@ -32,8 +29,9 @@ Q = torch.randn(1, 6, 6, 4)
         ({"v": Q.long()}, TypeError, "v must be a tensor of fp32, fp64, bf16 or fp16, got torch.int64"),
         ({"k": Q.double()}, ValueError, "q, k and v must have one dtype"),
         ({"k": torch.ones(1, 5, 6, 4)}, ValueError, "must have the batch and length of q"),
-        ({"v": torch.ones(1, 6, 6, 3)}, NotImplementedError, "values of 3 with keys of 4 are not supported"),
-        ({"v": torch.ones(1, 6, 3, 4)}, ValueError, "must have one shape"),
+        ({"v": torch.ones(1, 6, 3, 4)}, ValueError, "must have the same heads"),
+        ({"k": torch.ones(1, 6, 6, 3)}, ValueError, "k the head size of q"),
+        ({"v": torch.ones(1, 6, 6, 0)}, ValueError, "only S may be zero"),
         ({"q": torch.ones(1, 6, 4, 4)}, ValueError, "4 heads are not a multiple of 6 key/value heads"),
         ({"q": torch.ones(1, 6, 0, 4)}, ValueError, "only S may be zero"),
         (
@@ -58,6 +56,19 @@ Q = torch.randn(1, 6, 6, 4)
         ({"backward_strides": (6,), "backward": "ring"}, ValueError, "backward_strides are of method 'gather'"),
         ({"backward": "gather"}, ValueError, "backward 'gather' does not go with method 'auto'"),
         ({"backward": "ring", "method": "ulysses"}, ValueError, "backward 'ring' does not go with method 'ulysses'"),
+        (
+            {"sinks": torch.ones(3)},
+            ValueError,
+            r"sinks must be \[heads\], one score for each head of q, got \[3\] with",
+        ),
+        (
+            {"sinks": torch.ones(6).half()},
+            TypeError,
+            "sinks must be a tensor of fp32 or the dtype of q, got torch.float16",
+        ),
+        ({"sinks": torch.ones(6, device="meta")}, ValueError, "sinks is on meta, q on cpu"),
+        ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0 \(rank 0\); leave it out for no cap"),
+        ({"softcap": float("nan")}, ValueError, "softcap must be a finite number, got nan"),
         ({"grad_dtype": torch.int8}, TypeError, "grad_dtype must be fp32, fp64, bf16 or fp16, got torch.int8"),
     ],
 )
@@ -111,6 +122,9 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
         ({"grad_dtype": torch.bfloat16}, "rank 1 called attention(grad_dtype=bfloat16)"),
         ({"q": Q.clone().requires_grad_()}, "rank 1 called attention(gradients=(True, False, False))"),
         ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, "rank 1 called attention(kv_heads=3)"),
+        ({"softcap": 2}, "rank 1 called attention(softcap=2.0)"),
+        ({"v": Q[..., :3]}, "rank 1 called attention(value_size=3)"),
+        ({"sinks": torch.ones(6)}, "rank 1 called attention(gradients=(False, False, False, False), sinks=True)"),
     ],
 )
 def test_a_rank_that_differs_raises_everywhere(odd, words) -> None:
@@ -197,23 +211,48 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("queries", [5, 2, 1])  # of a tile
+@pytest.mark.parametrize("most", [1 << 20, 240, 60, 8, 1])  # scores of a tile
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_with_and_without_the_kernel(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of devices without flash, and the CPU operator behind its guard, say the same."""
+@pytest.mark.parametrize("size", [8, 3])  # of values
+def test_blocks_by_tiles_and_by_the_cpu_operator(
+    name: str, most: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products of devices and of capped scores, and the CPU operator behind its guard, say the same."""
     block = BLOCKS[name]
-    monkeypatch.setattr(on_device, "SCORES", queries * 2 * 4 * block.length + 1)
-    q, grad, out = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
-    k, v = (torch.randn(2, 2, block.length, 8, dtype=torch.float64) for _ in range(2))
-    both = [attend(q, k, v, block, 0.3) for attend in (attend_block, on_device.attend)]
+    monkeypatch.setattr(tiles, "SCORES_ON_CPU", most)
+    q, k = (torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads, tokens in ((4, 5), (2, block.length)))
+    v = torch.randn(2, 2, block.length, size, dtype=torch.float64)
+    grad, out = (torch.randn(2, 4, 5, size, dtype=torch.float64) for _ in range(2))
+    both = [attend_block(q, k, v, block, 0.3), tiles.attend(q, k, v, block, 0.3, 0.0)]
     assert ("fully masked" in name) == bool(both[0][1].isinf().any())
     assert torch.equal(both[0][1].isinf(), both[1][1].isinf())
     for got, wanted in zip(*both, strict=True):
         assert distance(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0)) < 1e-12
     lse = both[0][1].clamp_min(-1.0) + 0.5  # over all keys it is larger, and never -inf
-    grads = [f(grad, q, k, v, out, lse, block, 0.3) for f in (attend_block_backward, on_device.attend_backward)]
+    grads = (
+        attend_block_backward(grad, q, k, v, out, lse, block, 0.3),
+        tiles.attend_backward(grad, q, k, v, out, lse, block, 0.3, 0.0),
+    )
     for got, wanted in zip(*grads, strict=True):
         assert distance(got, wanted) < 1e-12
+
+
+def test_tiles_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many heads, queries and keys: one query of one key/value head is the least that is computed at once."""
+    made: list[int] = []
+    original = tiles._scores
+
+    def scores(*args):
+        found = original(*args)
+        made.append(found[0].numel())
+        return found
+
+    monkeypatch.setattr(tiles, "_scores", scores)
+    monkeypatch.setattr(tiles, "SCORES_ON_CPU", 5000)
+    q, k, v = (torch.randn(2, heads, 300, 4) for heads in (6, 3, 3))
+    for block in (Block(0, 300, "causal", 0, UNLIMITED, 0), Block(0, 300, "band", 0, 20, 30)):
+        tiles.attend(q, k, v, block, 0.3, 2.0)
+    assert max(made) <= 5000 and len(made) < 2 * 300
 
 
 def test_merging_rows_that_see_nothing() -> None:

@@ -49,7 +49,7 @@ class Baseline(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         options, axis, schedule, plan = ctx.how
         call = axis.begin(f"{schedule.__name__}.backward", options)
-        dq, dk, dv = backward_by_blocks(schedule, options, call, plan, ctx.saved_tensors, grad)
+        dq, dk, dv, _ = backward_by_blocks(schedule, options, call, plan, ctx.saved_tensors, grad)
         return dq, dk, dv, None, None, None
 
 
@@ -112,9 +112,7 @@ def strided(kv: KVExchange) -> Iterator[KVBlock]:
 
 def _add_up(kv: KVExchange, coming: Pending[list[Tensor]], heads: slice) -> None:
     for part in coming.wait():
-        for index, total in enumerate((kv.dk, kv.dv)):
-            assert total is not None
-            total[:, :, heads].add_(part[:, index].movedim(0, 1))
+        kv.add_grads(part, ((0, len(part)),), heads)
 
 
 def ring(kv: KVExchange) -> Iterator[KVBlock]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call
 from weft.comm.function import RankFunction, tie
-from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, begin_by_blocks, forward_by_blocks
+from weft.ops.attention.blockwise import Grads, Saved, backward_by_blocks, begin_by_blocks, forward_by_blocks
 from weft.ops.attention.gather import gather
 from weft.ops.attention.plan import AttentionPlan, Options, count, find_mask_fault
 from weft.ops.attention.ring import ring
@@ -28,13 +28,14 @@ UNBALANCED = 1.25  # the slowest rank's share of scores over the mean, from whic
 @dataclass(frozen=True)
 class Method:
     """begin: (options, call, plan, q, k, v) -> local work to do while lengths are gathered, on a predicted plan;
-    forward: (.., what begin returned or None) -> (out, lse, saved); backward: (.., saved, grad) -> (dq, dk, dv)."""
+    forward: (.., what begin returned or None, sinks) -> (out, lse, saved); backward: (options, call, plan, saved, grad,
+    sinks) -> (dq, dk, dv, this rank's part of dsinks)."""
 
     begin: Callable[[Options, Call, AttentionPlan, Tensor, Tensor, Tensor], Any]
     forward: Callable[
-        [Options, Call, AttentionPlan, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Saved]
+        [Options, Call, AttentionPlan, Tensor, Tensor, Tensor, Any, Tensor | None], tuple[Tensor, Tensor, Saved]
     ]  # fmt: skip
-    backward: Callable[[Options, Call, AttentionPlan, Saved, Tensor], Triple]
+    backward: Callable[[Options, Call, AttentionPlan, Saved, Tensor, Tensor | None], Grads]
     divides_heads: bool = False  # every rank takes whole heads, so their number must be a multiple of the ranks
 
 
@@ -84,15 +85,17 @@ class Attention(RankFunction):
     | gather, ring    | k, v to the ranks whose queries see them | the same, and dk, dv back to their owner     |
     | ulysses         | q, k, v for heads; out (and lse) back    | grad of out for heads; dq, dk, dv back       |
 
-    Kept for the backward: q, k, v, out and lse, of this rank's tokens (ulysses: of its heads).
+    Kept for the backward: q, k, v, out and lse, of this rank's tokens (ulysses: of its heads), and the sinks, which
+    every rank has; their gradient is this rank's part of the sum over ranks.
     """
 
     operation = "attention"
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, sequence: Sequence | None
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, axis: Axis, sequence: Sequence | None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         call = axis.begin("attention", options, metadata=None if sequence else (q.shape[1],))
         begun, begun_by = None, ""
         if sequence is None:
@@ -107,9 +110,10 @@ class Attention(RankFunction):
                 raise fault
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
-        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun if method == begun_by else None)
+        begun = begun if method == begun_by else None
+        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun, sinks)
         ties = () if saved[0] is q else (tie(x) for x in (q, k, v) if x.requires_grad)
-        ctx.save_for_backward(*saved, *ties)
+        ctx.save_for_backward(sinks, *saved, *ties)
         ctx.axis = axis
         ctx.how = options, plan, options.backward or method, len(saved), call.number
         if not options.return_lse:
@@ -121,7 +125,8 @@ class Attention(RankFunction):
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         options, plan, method, count, number = ctx.how
         call = ctx.axis.begin("attention.backward", options, of=number)
-        saved = ctx.saved_tensors[:count]
-        grads = METHODS[method].backward(options, call, plan, saved, grad)
+        sinks, *saved = ctx.saved_tensors[: count + 1]
+        *grads, dsinks = METHODS[method].backward(options, call, plan, tuple(saved), grad, sinks)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
-        return (*(x.to(saved[0].dtype) if need else None for x, need in wanted), None, None, None)
+        of_tokens = (x.to(saved[0].dtype) if need else None for x, need in wanted)
+        return (*of_tokens, None, None, None, None if dsinks is None else dsinks.to(sinks.dtype))

@@ -1,7 +1,8 @@
 """What gather and ring share: keys that are at hand for a while, and gradients that go back to their owner.
 
-Keys and values travel together, token first: ``[tokens, 2, B, heads, D]``. So a range of tokens is one message
-without a copy for each receiver, and ranges from several owners are one tensor of keys for the kernel.
+Keys and values travel together, token first: ``[tokens, B * heads * (D + E)]``, a token's keys (of size D) before its
+values (E). So a range of tokens is one message without a copy for each receiver, and ranges from several owners are one
+tensor of keys for the kernel.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class KVBlock:
     query_heads: slice  # that are computed against them
     spans: tuple[KeySpan, ...]
     keys: Tensor  # [B, w, N, D]
-    values: Tensor
+    values: Tensor  # [B, w, N, E]
     grad_keys: Tensor | None  # as keys, at least fp32; None in the forward
-    grad_values: Tensor | None
+    grad_values: Tensor | None  # as values
 
 
 @dataclass
@@ -39,7 +40,7 @@ class KVExchange:
     call: Call
     plan: AttentionPlan
     k: Tensor  # [B, S, Hk, D]
-    v: Tensor
+    v: Tensor  # [B, S, Hk, E]
     query_heads: int
     strides: tuple[int, ...] | None  # None: `gather` chooses
     dk: Tensor | None = None
@@ -103,29 +104,50 @@ class KVExchange:
 
     def buffer(self, tokens: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for the keys and values of some tokens, flat."""
-        return self.k.new_empty(tokens * 2 * self.k.shape[0] * heads * self.k.shape[3], dtype=dtype)
+        return self.k.new_empty(tokens * self._width(heads), dtype=dtype)
 
     def view(self, memory: Tensor, tokens: int, heads: int) -> Tensor:
-        """The beginning of a `buffer` as ``[tokens, 2, B, heads, D]``."""
-        size = (tokens, 2, self.k.shape[0], heads, self.k.shape[3])
-        return memory[: tokens * 2 * self.k.shape[0] * heads * self.k.shape[3]].view(size)
+        """The beginning of a `buffer` as ``[tokens, B * heads * (D + E)]``."""
+        return memory[: tokens * self._width(heads)].view(tokens, self._width(heads))
+
+    def _width(self, heads: int) -> int:
+        return self.k.shape[0] * heads * (self.k.shape[3] + self.v.shape[3])
+
+    def split(self, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """The keys ``[tokens, B, heads, D]`` and values ``[tokens, B, heads, E]`` in a `view`."""
+        batch, middle = self.k.shape[0], self.k.shape[0] * heads * self.k.shape[3]
+        keys, values = kv[:, :middle], kv[:, middle:]
+        return keys.unflatten(1, (batch, heads, self.k.shape[3])), values.unflatten(1, (batch, heads, self.v.shape[3]))
 
     def pack(self, memory: Tensor, ranges: Ranges, heads: slice) -> Tensor:
         """Copy the rank's own ranges into ``memory``, one after the other."""
         packed = self.view(memory, count(ranges), heads.stop - heads.start)
+        parts = self.split(packed, heads.stop - heads.start)
         at = 0
         for start, length in ranges:
-            for index, x in enumerate((self.k, self.v)):
-                packed[at : at + length, index].copy_(x[:, start : start + length, heads].movedim(1, 0))
+            for part, x in zip(parts, (self.k, self.v), strict=True):
+                part[at : at + length].copy_(x[:, start : start + length, heads].movedim(1, 0))
             at += length
         return packed
 
     def block(self, kv: Tensor, spans: Sequence[KeySpan], heads: slice, grads: Tensor | None) -> KVBlock:
-        """Keys and values that have arrived as ``[N, 2, B, w, D]``."""
-        parts = [None, None] if grads is None else [grads[:, index].permute(1, 2, 0, 3) for index in (0, 1)]
-        query_heads = slice(heads.start * self.shared, heads.stop * self.shared)
-        keys, values = (kv[:, index].permute(1, 2, 0, 3) for index in (0, 1))
-        return KVBlock(query_heads, tuple(spans), keys, values, *parts)
+        """Keys and values that have arrived, in a `view`; ``grads``: where to add their gradients, in another."""
+        query_heads, width = slice(heads.start * self.shared, heads.stop * self.shared), heads.stop - heads.start
+        keys, values = (x.permute(1, 2, 0, 3) for x in self.split(kv, width))
+        grad_keys, grad_values = (
+            (None, None) if grads is None else (x.permute(1, 2, 0, 3) for x in self.split(grads, width))
+        )
+        return KVBlock(query_heads, tuple(spans), keys, values, grad_keys, grad_values)
+
+    def add_grads(self, received: Tensor, ranges: Ranges, heads: slice) -> None:
+        """Add what came home for the rank's own ranges, one after the other in a `view`."""
+        at = 0
+        for start, length in ranges:
+            parts = self.split(received[at : at + length], heads.stop - heads.start)
+            for part, total in zip(parts, (self.dk, self.dv), strict=True):
+                assert total is not None
+                total[:, start : start + length, heads].add_(part.movedim(0, 1))
+            at += length
 
 
 def take(memory: Tensor, wanted: Ranges, present: Ranges, at: int = 0) -> Tensor:
@@ -162,7 +184,7 @@ class GradReturn:
         self._turn = 0
 
     def zeros(self, tokens: int, heads: int) -> Tensor:
-        """Zeros to sum the next batch in, ``[tokens, 2, B, heads, D]``; the batch before may still be travelling."""
+        """Zeros to sum the next batch in, as a `view`; the batch before may still be travelling."""
         self._turn = 1 - self._turn
         return self._kv.view(self._sums[self._turn], tokens, heads).zero_()
 
@@ -195,8 +217,5 @@ class GradReturn:
         self._pending = None
         at = 0
         for _, ranges in readers:
-            for start, length in ranges:
-                for index, total in enumerate((self._kv.dk, self._kv.dv)):
-                    assert total is not None
-                    total[:, start : start + length, heads].add_(received[at : at + length, index].movedim(0, 1))
-                at += length
+            self._kv.add_grads(received[at : at + count(ranges)], ranges, heads)
+            at += count(ranges)

@@ -13,6 +13,7 @@ from weft.comm.arguments import (
     find_flag_fault,
     find_integer_fault,
     find_number_fault,
+    find_tensor_fault,
     kind_of,
     show,
     the_choice,
@@ -28,6 +29,7 @@ from weft.ops.sequence.mask import Mask
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
@@ -38,6 +40,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
@@ -53,6 +56,8 @@ def attention(
     *,
     causal: bool | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
     layout: str | None = None,
@@ -73,9 +78,11 @@ def attention(
 
     | tensor       | shape                                    | on this rank                                  |
     |--------------|------------------------------------------|-----------------------------------------------|
-    | q, out       | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
-    | k, v         | ``[B, S, Hk, D]``, H a multiple of Hk    | its S tokens; query head h uses h // (H / Hk) |
+    | q            | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
+    | k, v         | ``[B, S, Hk, D]``, ``[B, S, Hk, E]``     | its S tokens; query head h uses h // (H / Hk) |
+    | out          | ``[B, S, H, E]``                         | its S tokens; E may be D                      |
     | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores; has no gradient    |
+    | `sinks`      | ``[H]``, fp32 or the dtype of q          | the same on every rank                        |
     | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
 
     A query at position p of the sequence sees keys p - left .. p + right of its document, with ``window`` = (left,
@@ -86,6 +93,12 @@ def attention(
     ``mask`` (see `weft.Mask`) says who sees whom in place of ``causal`` and ``cu_seqlens``: prefixes, trees of shared
     prefixes, chunks or slices of one's own, over the whole sequence and the same on every rank. ``window`` and the
     documents of a ``sequence`` limit it further. A query that sees nothing has out 0 and lse -inf.
+
+    With ``softcap`` c a score s becomes c * tanh(s / c), before the mask: it stays between -c and c.
+
+    ``sinks`` are a score for each head that every query has beside those of its keys, with a value of zeros: out and
+    lse are those of the softmax with it. Their gradient is this rank's part; the sum over ranks is the whole, as of
+    every replicated parameter.
 
     What crosses ranks, by ``method``:
 
@@ -115,10 +128,13 @@ def attention(
             _find_shape_fault(rank, q, k, v)
             or _find_seen_fault(rank, causal, cu_seqlens, mask, sequence)
             or (None if scale is None else find_number_fault(name, "scale", scale, rank))
+            or (None if softcap is None else _find_softcap_fault(rank, softcap))
             or _find_window_fault(rank, window)
             or _find_method_fault(rank, axis.size, q, k, method, strides, backward_strides, backward, grad_dtype)
             or find_flag_fault(name, "return_lse", return_lse, rank)
+            or (None if sinks is None else _find_sinks_fault(rank, q, sinks))
         )
+        leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
         return fault or Options(
             q=(q.shape[0], *q.shape[2:]),
             kv_heads=k.shape[2],
@@ -136,12 +152,15 @@ def attention(
             backward=None if backward is None else "ring",
             grad_dtype=grad_dtype,
             return_lse=return_lse,
-            gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
             mask=mask,
+            gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in leaves),
+            sinks=sinks is not None,
+            value_size=v.shape[3],
+            softcap=0.0 if softcap is None else float(softcap),
         )
 
     axis, options = read_on_axis("attention", group, sequence, read_options)
-    out, lse = Attention.apply(q, k, v, options, axis, sequence)
+    out, lse = Attention.apply(q, k, v, options, axis, sequence, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -165,20 +184,35 @@ def _find_seen_fault(
 
 def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
     where = f"(rank {rank})"
-    if v.shape[:3] == k.shape[:3] and k.shape[3] == q.shape[3] != v.shape[3]:
-        return NotImplementedError(
-            f"attention: values of {v.shape[3]} with keys of {k.shape[3]} are not supported, as the kernels have one "
-            f"head size; pad the smaller with zeros {where}"
-        )
-    if v.shape != k.shape or k.shape[3] != q.shape[3]:
+    if v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]:
         return ValueError(
-            f"attention: k {list(k.shape)} and v {list(v.shape)} must have one shape, and the head size of q "
+            f"attention: k {list(k.shape)} and v {list(v.shape)} must have the same heads, and k the head size of q "
             f"{list(q.shape)} {where}"
         )
-    if min(q.shape[0], *q.shape[2:], k.shape[2]) < 1:
-        return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and k {list(k.shape)} {where}")
+    if min(q.shape[0], *q.shape[2:], *v.shape[2:]) < 1:
+        return ValueError(f"attention: only S may be zero, got q {list(q.shape)} and v {list(v.shape)} {where}")
     if q.shape[2] % k.shape[2]:
         return ValueError(f"attention: {q.shape[2]} heads are not a multiple of {k.shape[2]} key/value heads {where}")
+    return None
+
+
+def _find_softcap_fault(rank: int, softcap: float) -> Exception | None:
+    if fault := find_number_fault("attention", "softcap", softcap, rank):
+        return fault
+    if float(softcap) <= 0:
+        return ValueError(f"attention: softcap must be positive, got {softcap} (rank {rank}); leave it out for no cap")
+    return None
+
+
+def _find_sinks_fault(rank: int, q: Tensor, sinks: Tensor) -> Exception | None:
+    kinds = (torch.float32, q.dtype)
+    if fault := find_tensor_fault("attention", "sinks", sinks, rank, kinds, "a tensor of fp32 or the dtype of q"):
+        return fault
+    if sinks.shape != q.shape[2:3]:
+        shapes = f"got {list(sinks.shape)} with q {list(q.shape)}"
+        return ValueError(f"attention: sinks must be [heads], one score for each head of q, {shapes} (rank {rank})")
+    if sinks.device != q.device:
+        return ValueError(f"attention: sinks is on {sinks.device}, q on {q.device} (rank {rank})")
     return None
 
 

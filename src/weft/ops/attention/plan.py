@@ -223,6 +223,9 @@ class Options:
     gradients: tuple[bool, ...]
     local_first: bool = True  # see `KVExchange`
     mask: Mask | None = None
+    sinks: bool = False
+    value_size: int | None = None  # of a head of v; None: as q's
+    softcap: float = 0.0  # 0: scores are not capped
 
     def plan(self, sequence: Sequence) -> AttentionPlan:
         """Who attends to what, worked out by everybody alone."""

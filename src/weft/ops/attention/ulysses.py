@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Call, Pending
 from weft.comm.wire import SoloWire
-from weft.ops.attention.blockwise import Saved, Triple, backward_by_blocks, forward_by_blocks
+from weft.ops.attention.blockwise import Grads, Saved, backward_by_blocks, forward_by_blocks
 from weft.ops.attention.gather import choose_strides
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.plan import AttentionPlan, Options, plan_attention
@@ -29,15 +29,17 @@ def begin_by_heads(options: Options, call: Call, plan: AttentionPlan, q: Tensor,
 
 
 def forward_by_heads(
-    options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, packed: list[Tensor] | None
-) -> tuple[Tensor, Tensor, Saved]:
+    options: Options, call: Call, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, packed: list[Tensor] | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """q, k and v become whole sequences of some heads; out (and lse, if asked for) goes back."""
     alone, whole = _alone(options, plan)
     kept: list[Tensor] = []
 
     def compute(part: int, tensors: list[Tensor]) -> list[Pending[list[Tensor]]]:
         mine_q, mine_k, mine_v = tensors
-        out, lse, saved = forward_by_blocks(_own_only, options, alone, whole, mine_q, mine_k, mine_v, None)
+        mine_sinks = None if sinks is None else _own_part(call, sinks, _parts(k.shape[2], call.size)[part], k.shape[2])
+        out, lse, saved = forward_by_blocks(_own_only, options, alone, whole, mine_q, mine_k, mine_v, None, mine_sinks)
         kept.extend(saved)
         going = [_to_tokens(call, plan, [out])]
         return going + ([_to_tokens(call, plan, [lse[..., None]])] if options.return_lse else [])
@@ -46,15 +48,23 @@ def forward_by_heads(
     return out, lse[0][..., 0] if lse else out.new_empty(0), tuple(kept)
 
 
-def backward_by_heads(options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor) -> Triple:
-    """The gradient of out comes in, those of q, k and v go back: whole sums already."""
+def backward_by_heads(
+    options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor, sinks: Tensor | None
+) -> Grads:
+    """The gradient of out comes in, those of q, k and v go back: whole sums already. Those of the sinks stay: of this
+    rank's heads they are whole, of the others zero."""
     alone, whole = _alone(options, plan)
     dtype = saved[0].dtype
     kv_heads = call.size * sum(keys.shape[2] for keys in saved[1::5])
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=saved[4].dtype)
 
     def compute(part: int, tensors: list[Tensor]) -> list[Pending[list[Tensor]]]:
         mine = saved[5 * part : 5 * part + 5]
-        dq, dk, dv = backward_by_blocks(_own_only, options, alone, whole, mine, *tensors)
+        own = _parts(kv_heads, call.size)[part]
+        mine_sinks = None if sinks is None else _own_part(call, sinks, own, kv_heads)
+        dq, dk, dv, of_sinks = backward_by_blocks(_own_only, options, alone, whole, mine, tensors[0], mine_sinks)
+        if dsinks is not None and of_sinks is not None:
+            _own_part(call, dsinks, own, kv_heads).copy_(of_sinks)
         wire = options.grad_dtype or dtype
         return [
             _to_tokens(call, plan, [dq.to(dtype)]),
@@ -62,7 +72,12 @@ def backward_by_heads(options: Options, call: Call, plan: AttentionPlan, saved: 
         ]
 
     dq, dk, dv = _in_parts(call, plan, [grad], kv_heads, compute, [])
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
+
+
+def _own_part(call: Call, x: Tensor, part: slice, kv_heads: int) -> Tensor:
+    """A view of a number for each query head ``[H]``: those of a part of this rank's heads."""
+    return x.view(call.size, kv_heads // call.size, -1)[call.rank, part].flatten()
 
 
 def _parts(kv_heads: int, size: int) -> list[slice]:
@@ -84,8 +99,8 @@ def _in_parts(
 
     def send_for(number: int) -> Pending[list[Tensor]]:
         ready = packed[number] if number < len(packed) else _pack(call.size, tensors, parts[number], kv_heads)
-        widths = [x.shape[2] // kv_heads * (parts[number].stop - parts[number].start) for x in tensors]
-        return _to_heads(call, plan, ready, widths)
+        width = parts[number].stop - parts[number].start
+        return _to_heads(call, plan, ready, [(x.shape[2] // kv_heads * width, x.shape[3]) for x in tensors])
 
     coming = [send_for(number) for number in range(min(AHEAD, len(parts)))]
     going: list[list[Pending[list[Tensor]]]] = []
@@ -106,13 +121,18 @@ def _in_parts(
 
 
 def _pack(size: int, tensors: Sequence[Tensor], part: slice, kv_heads: int) -> Tensor:
-    """A part of all heads of ``[B, S, h, D]``, as ``[P, S, B, heads of all tensors, D]``: contiguous for each peer."""
-    cut = [x.unflatten(2, (size, kv_heads // size, -1))[:, :, :, part].flatten(3, 4) for x in tensors]
-    return torch.cat(cut, dim=3).permute(2, 1, 0, 3, 4).contiguous()
+    """A part of all heads of ``[B, S, h, D]``, as ``[P, S, B, numbers of all tensors]``: contiguous for each peer."""
+    cut = [x.unflatten(2, (size, kv_heads // size, -1))[:, :, :, part].flatten(3) for x in tensors]
+    return torch.cat(cut, dim=3).permute(2, 1, 0, 3).contiguous()
 
 
-def _to_heads(call: Call, plan: AttentionPlan, packed: Tensor, widths: Sequence[int]) -> Pending[list[Tensor]]:
-    """Each tensor becomes ``[B, total, n, D]`` of a part of this rank's heads, in the order of the sequence."""
+def _to_heads(
+    call: Call, plan: AttentionPlan, packed: Tensor, sizes: Sequence[tuple[int, int]]
+) -> Pending[list[Tensor]]:
+    """Each tensor becomes ``[B, total, n, D]`` of a part of this rank's heads, in the order of the sequence.
+
+    ``sizes``: (n, D) of each.
+    """
     whole = packed.new_empty(sum(plan.lengths), *packed.shape[2:])
     coming = call.all_to_all(list(packed), plan.lengths, into=whole)
 
@@ -120,14 +140,15 @@ def _to_heads(call: Call, plan: AttentionPlan, packed: Tensor, widths: Sequence[
         slices, ordered = coming.wait(), whole
         if len(plan.runs) > call.size:  # zigzag: the ranks' slices are not in the order of the sequence
             ordered = torch.cat([slices[run.rank][run.start : run.start + run.length] for run in plan.runs])
-        return [x.transpose(0, 1) for x in ordered.split(list(widths), dim=2)]
+        columns = ordered.split([heads * dim for heads, dim in sizes], dim=2)
+        return [x.unflatten(2, size).transpose(0, 1) for x, size in zip(columns, sizes, strict=True)]
 
     return Pending(finish)
 
 
 def _to_tokens(call: Call, plan: AttentionPlan, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
     """The way back: ``[B, total, n, D]`` of this rank's heads becomes ``[B, S, P, n, D]`` of its tokens."""
-    whole = torch.cat([x.transpose(0, 1) for x in tensors], dim=2).contiguous()
+    whole = torch.cat([x.transpose(0, 1).flatten(2) for x in tensors], dim=2)
     runs = [[whole[r.offset : r.offset + r.length] for r in plan.runs if r.rank == rank] for rank in range(call.size)]
     outgoing = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in runs]
     tokens = plan.lengths[call.rank]
@@ -136,8 +157,9 @@ def _to_tokens(call: Call, plan: AttentionPlan, tensors: Sequence[Tensor]) -> Pe
 
     def finish() -> list[Tensor]:
         coming.wait()
-        joined = back.view(call.size, tokens, *back.shape[1:])  # [P, S, B, heads of all tensors, D]
-        return [x.permute(2, 1, 0, 3, 4) for x in joined.split([x.shape[2] for x in tensors], dim=3)]
+        joined = back.view(call.size, tokens, *back.shape[1:])  # [P, S, B, numbers of all tensors]
+        columns = joined.split([x.shape[2] * x.shape[3] for x in tensors], dim=3)
+        return [x.unflatten(3, y.shape[2:]).permute(2, 1, 0, 3, 4) for x, y in zip(columns, tensors, strict=True)]
 
     return Pending(finish)
 

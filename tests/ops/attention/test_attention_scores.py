@@ -1,0 +1,176 @@
+"""Sinks, capped scores, values of another size than keys and gradients of lse, against plain softmax."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_attention import bounds_of, lengths_of
+from test_attention_reference import Case, distance, slice_of, visible
+from torch import Tensor
+from worlds import every, virtual_world
+
+import weft
+from weft.ops.attention import attention
+from weft.ops.attention.distributed import METHODS
+from weft.ops.sequence.layout import LAYOUTS
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is beside plain softmax: a sink for each head, capped scores, the size of values, a gradient of lse."""
+
+    sinks: bool = False
+    size: int = 4
+    softcap: float | None = None
+
+
+KINDS = {
+    "sinks": Kind(sinks=True), "short values": Kind(size=3), "long values": Kind(size=6, sinks=True),
+    "softcap": Kind(softcap=1.5), "softcap, sinks, short values": Kind(softcap=0.8, sinks=True, size=3),
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("every_network")
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, case: Case, kind: Kind) -> tuple[Tensor, Tensor]:
+    """out and lse; a sink is one more column of scores, whose share of the row is lost."""
+    shared = case.heads // case.kv_heads
+    k, v = k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2)
+    scores = 0.7 * torch.einsum("bshd,bthd->bhst", q, k)
+    if kind.softcap is not None:
+        scores = kind.softcap * (scores / kind.softcap).tanh()
+    scores = scores.masked_fill(~visible(case), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    shares = scores.softmax(-1)[..., : case.total]
+    return torch.einsum("bhst,bthd->bshd", shares, v), scores.logsumexp(-1).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def problem(case: Case, kind: Kind) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """Inputs with upstream gradients, and what is right, all fp64 and whole."""
+    make = torch.Generator().manual_seed(case.total)
+    batch = 1 if case.bounds is not None else case.batch
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    given = {
+        "q": draw(batch, case.total, case.heads, case.dim),
+        "k": draw(batch, case.total, case.kv_heads, case.dim),
+        "v": draw(batch, case.total, case.kv_heads, kind.size),
+        "sinks": draw(case.heads) if kind.sinks else None,
+        "grad": draw(batch, case.total, case.heads, kind.size),
+    }
+    leaves = {
+        name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks") if given[name] is not None
+    }
+    out, lse = softmax(leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), case, kind)
+    grads = torch.autograd.grad(out, list(leaves.values()), given["grad"])
+    right = {"out": out.detach(), "lse": lse.detach()}
+    return given, right | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def run(
+    axis: weft.Axis,
+    case: Case,
+    kind: Kind,
+    lengths: tuple[int, ...],
+    layout: str,
+    dtype: torch.dtype,
+    **options: object,
+) -> dict[str, Tensor]:
+    """What this rank gets."""
+    given, _ = problem(case, kind)
+    local = {
+        name: x if x is None or name == "sinks" else slice_of(x, lengths, layout, axis.rank)
+        for name, x in given.items()
+    }  # fmt: skip
+    local = {name: None if x is None else x.to(dtype, copy=True) for name, x in local.items()}
+    leaves = {name: local[name].requires_grad_() for name in ("q", "k", "v", "sinks") if local[name] is not None}
+    out, lse = attention(
+        **leaves, **case.options, layout=layout, softcap=kind.softcap, return_lse=True, group=axis, **options
+    )
+    grads = torch.autograd.grad(out, list(leaves.values()), local["grad"])
+    assert all(grad.dtype == leaf.dtype for grad, leaf in zip(grads, leaves.values(), strict=True))
+    return {"out": out.detach(), "lse": lse.detach()} | {
+        f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)
+    }
+
+
+def faults(
+    case: Case,
+    kind: Kind,
+    lengths: tuple[int, ...],
+    layout: str,
+    results: list[dict[str, Tensor]],
+    limit: float = 1e-10,
+) -> list[str]:
+    """What is wrong on any rank, in words. The parts of the sinks' gradient add up to the whole."""
+    _, right = problem(case, kind)
+    found = {
+        f"{name} of rank {rank}": distance(got[name], slice_of(right[name], lengths, layout, rank))
+        for rank, got in enumerate(results)
+        for name in got
+        if name != "dsinks"
+    }
+    if kind.sinks:
+        found["dsinks"] = distance(torch.stack([got["dsinks"].double() for got in results]).sum(0), right["dsinks"])
+    return [f"{case} {kind} {lengths} {layout} {name}: {far}" for name, far in found.items() if not far <= limit]
+
+
+def cases(size: int, split: str, method: str) -> Iterator[Case]:
+    total = sum(lengths_of(split, size))
+    heads = [(4, 2), (2, 1)] if method != "ulysses" else [(2 * size, size)]
+    for (queries, keys), causal, windowed, packed in itertools.product(heads, (False, True), (False, True), (0, 1)):
+        window = ((3, -1) if causal else (2, 3)) if windowed else None
+        yield Case(total, queries, keys, 2 if size < 4 else 1, causal, window, bounds_of(total) if packed else None)
+
+
+def check(kind: Kind, size: int, method: str, splits: list[tuple[str, str]]) -> None:
+    for split, layout in splits:
+        lengths, chosen = lengths_of(split, size), list(every(cases(size, split, method)))
+
+        def program(axis: weft.Axis) -> list[dict[str, Tensor]]:
+            return [run(axis, case, kind, lengths, layout, torch.float64, method=method) for case in chosen]  # noqa: B023
+
+        by_rank = virtual_world(size).run(program).results
+        for number, case in enumerate(chosen):
+            found = faults(case, kind, lengths, layout, [results[number] for results in by_rank])
+            assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_three_ranks(kind: str, method: str) -> None:
+    check(KINDS[kind], 3, method, [("uneven", "zigzag"), ("missing", "contiguous")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_combination(kind: str, size: int, method: str) -> None:
+    check(KINDS[kind], size, method, list(itertools.product(("even", "uneven", "missing"), LAYOUTS)))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_values_travel_without_padding(method: str, size: int) -> None:
+    def program(axis: weft.Axis) -> tuple[int, int]:
+        q, k = (torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(2))
+        v = torch.randn(1, 5, 2, size, requires_grad=True)
+        with weft.record() as forward:
+            out = attention(q, k, v, causal=False, method=method, group=axis)
+        with weft.record() as backward:
+            out.sum().backward()
+        return forward.bytes_received - 24, backward.bytes_received
+
+    token = 2 * (4 + size) * 4  # bytes of k and v, and of their gradients
+    assert virtual_world(2).run(program).results == [(5 * token, 10 * token)] * 2
