@@ -310,7 +310,8 @@ def test_a_gate_of_minus_infinity_forgets_all_that_was_before() -> None:
     def run(axis: weft.Axis, tokens: slice) -> Tensor:
         mine = [weft.shard(x[:, tokens], 1, group=axis) for x in (q, k, v, g, beta)]
         sequence = weft.sequence(mine[0].shape[1], group=axis)
-        call = MixerCall("a mixer", Forward("a model", [sequence], "auto"))
+        whole = ContextParallel(axis).shard(plain_batch())["weft"]
+        call = MixerCall("a mixer", Forward("a model", whole, [sequence], "auto"))
         out, _ = apply_delta_rule(call, *mine, use_qk_l2norm_in_kernel=True)
         return weft.unshard(out, 1, sequence=sequence)
 

@@ -43,19 +43,15 @@ def small(kind: str, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-LLAMA4 = {"intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-LONGROPE = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # fmt: skip
-MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+DOGE = {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": None, "rope_scaling": None}
 
 # What the model is, and what the error must say.
 WRONG_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "chunked attention": (lambda: small("Llama4TextConfig", **LLAMA4), "chunk"),
-    "dynamic rope": (lambda: small("LlamaConfig", rope_parameters=DYNAMIC, rope_scaling=DYNAMIC), "'dynamic'"),
-    "longrope": (lambda: small("LlamaConfig", rope_parameters=LONGROPE, rope_scaling=LONGROPE), "'longrope'"),
-    "router loss": (lambda: small("MixtralConfig", **MIXTRAL), "auxiliary loss of its router"),
+    "another router loss": (lambda: small("DogeConfig", **DOGE), "auxiliary loss of its router in a form"),
+    "bloom": (lambda: small("BloomConfig", n_layer=1, n_head=4), "(ALiBi)"),
+    "mpt": (lambda: small("MptConfig", d_model=16, n_heads=2, n_layers=1), "(ALiBi)"),
+    "falcon": (lambda: small("FalconConfig", alibi=True), "(ALiBi)"),
     "softcap": (lambda: small("Gemma2Config", head_dim=8), "caps its attention scores"),
     "sinks": (lambda: small("GptOssConfig", **OSS), "attention sinks"),
     "dropout": (lambda: small("LlamaConfig", attention_dropout=0.1), "attention dropout 0.1"),

@@ -45,12 +45,41 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 20,
+            "short_factor": [1.0, 1.0, 1.5, 1.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}  # fmt: skip
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+
+# Models with something of their own in attention, positions or loss: `test_transformers_models.py` takes them up.
+OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic rope": (
+        "LlamaConfig", {"rope_parameters": DYNAMIC, "rope_scaling": DYNAMIC, "max_position_embeddings": 16},
+    ),
+    "phi3": ("Phi3Config", {"rope_parameters": LONGROPE, "rope_scaling": LONGROPE, "sliding_window": None}),
+    "phimoe longrope": (
+        "PhimoeConfig",
+        {**MODELS["phimoe"][1],
+         "rope_parameters": {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.5},
+         "rope_scaling": {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.5}},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {**HEADS, **EXPERTS, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0], "attention_chunk_size": 8,
+         "floor_scale": 5, "attn_scale": 0.5, "moe_layers": [1]},
+    ),
+    "mixtral": ("MixtralConfig", {**EXPERTS, **ROUTED}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**HEADS, **ROUTED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}  # fmt: skip
+
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """The same weights whenever it is called. It attends by SDPA."""
     import transformers
 
-    kind, differs = MODELS[name]
+    kind, differs = {**MODELS, **OTHER_MODELS}[name]
     sizes = {} if name == "gpt2" else SIZES
     config = getattr(transformers, kind)(**{**sizes, **differs, **changes})
     torch.manual_seed(0)

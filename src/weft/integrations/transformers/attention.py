@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.integrations.transformers.batch import KEY
+from weft.integrations.transformers.batch import KEY, WholeBatch
 from weft.ops.attention import attention
-from weft.ops.sequence import Sequence
+from weft.ops.sequence import Mask, Sequence
 
-# What a mask may be made of. An overlay that is not here (images, chunks, blocks) would be lost.
-PLAIN_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")
-# Masks made of others: their conjunction, or one by positions within its document (transformers 5.2x), which for these
-# is the same as by positions in the batch.
+CHUNKS = "chunked_overlay"
+# What a mask may be made of. An overlay that is not here (images, blocks) would be lost.
+PLAIN_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function", CHUNKS)
+# Masks made of others: their conjunction, or one by positions within its document (transformers 5.2x). For windows that
+# is the same as by positions in the batch; chunks begin with their document.
 COMPOSED = ("and_masks", "remap_positions_for_packed_sequence")
 # Keywords that reach attention and change nothing in it, or were dealt with before.
 HARMLESS = frozenset({
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens", "is_causal", "labels", "logits_to_keep",
-    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "position_embeddings", "position_ids",
-    "seq_idx", "shift_labels", "sliding_window", "use_cache", KEY,
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "position_embeddings", "position_ids", "seq_idx", "shift_labels", "sliding_window", "use_cache", KEY,
 })  # fmt: skip
 REASONS = {
     "softcap": "capped scores",
@@ -52,6 +53,7 @@ class Forward:
     """One forward of a model under way. sequences: one for all rows, or one for each. mixers: those that have run."""
 
     model: str
+    whole: WholeBatch
     sequences: list[Sequence]
     method: str
     calls: int = 0
@@ -62,13 +64,26 @@ class Forward:
     def rank(self) -> int:
         return self.sequences[0].axis.rank
 
+    def places(self, device: torch.device) -> Tensor:
+        """Where in the whole sequence this rank's tokens lie ``[s]``."""
+        mine = [run for run in self.sequences[0].runs if run.rank == self.rank]
+        return torch.cat([torch.arange(run.offset, run.offset + run.length, device=device) for run in mine])
+
+    def real_tokens(self, device: torch.device) -> Tensor:
+        """Which of this rank's tokens are no padding ``[B, s]``."""
+        return self.places(device) < torch.tensor(self.whole.ends, device=device)[:, None]
+
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """What the queries of some layers see: earlier tokens of their document, ``window`` of them (with itself)."""
+    """What the queries of some layers see: earlier tokens of their document, ``window`` of them (with itself).
+
+    masks: for each of the forward's sequences, where it is not only that.
+    """
 
     forward: Forward
     window: int | None
+    masks: tuple[Mask, ...] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Code that takes it for a tensor would change what is seen."""
@@ -94,20 +109,34 @@ class _Running(threading.local):
 running = _Running()  # of this thread, the innermost last
 
 
-def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
-    """The mask, in transformers' words. ``local_size`` is the window of sliding layers."""
+def current_forward() -> Forward:
+    """The one under way in this thread."""
     if not running.forwards:
         raise ValueError(
             "ContextParallel: a part of an enabled model was called, not the model; call the model that was enabled"
         )
-    forward = running.forwards[-1]
-    for name in _parts_of(mask_function):
+    return running.forwards[-1]
+
+
+def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
+    """The mask, in transformers' words. ``local_size`` is the window of sliding layers, or the length of chunks."""
+    forward = current_forward()
+    parts = list(_parts_of(mask_function))
+    for name in parts:
         if name not in PLAIN_MASKS:
             raise NotImplementedError(
-                f"ContextParallel: {forward.model} asks for a mask with {name}, and only causal ones with windows and "
-                f"documents are supported (rank {forward.rank})"
+                f"ContextParallel: {forward.model} asks for a mask with {name}, and only causal ones with windows, "
+                f"chunks and documents are supported (rank {forward.rank})"
             )
-    return Visible(forward, local_size)
+    if CHUNKS not in parts:
+        return Visible(forward, local_size)
+    assert local_size is not None, "the length of a chunk"
+    if not forward.whole.from_zero:
+        raise NotImplementedError(
+            f"ContextParallel: {forward.model} attends in chunks, and packed documents begin at other positions than "
+            f"0, where chunks would begin earlier (rank {forward.rank}); let position_ids of each begin at 0"
+        )
+    return Visible(forward, None, tuple(Mask.chunks(local_size, one.bounds or one.total) for one in forward.sequences))
 
 
 def _parts_of(mask_function: Callable[..., Any]) -> Iterator[str]:
@@ -151,22 +180,25 @@ def attend(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     window = None if attention_mask.window is None else (attention_mask.window - 1, 0)
     with torch.autocast(query.device.type, enabled=False):
-        out = _attend_rows(forward, q, k, v, causal=True, scale=scale, window=window, method=forward.method)
+        out = _attend_rows(attention_mask, q, k, v, scale=scale, window=window, method=forward.method)
     return out[..., :value_width].contiguous(), None
 
 
-def _attend_rows(forward: Forward, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _attend_rows(visible: Visible, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """All rows at once where their documents are the same, else each by itself."""
-    sequences = forward.sequences
+    sequences = visible.forward.sequences
+    how: list[dict[str, Any]] = [{"sequence": one, "causal": True, **options} for one in sequences]
+    if visible.masks is not None:
+        pairs = zip(sequences, visible.masks, strict=True)
+        how = [{"sequence": one, "mask": mask, **options} for one, mask in pairs]
     if len(sequences) > 1:
-        rows = [attention(*(x[row : row + 1] for x in (q, k, v)), sequence=sequence, **options)
-                for row, sequence in enumerate(sequences)]  # fmt: skip
+        rows = [attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], **how[row]) for row in range(len(q))]
         return torch.cat(rows)
     if sequences[0].bounds is None or len(q) == 1:
-        return attention(q, k, v, sequence=sequences[0], **options)
+        return attention(q, k, v, **how[0])
     # Packed rows stand side by side as heads: query head h of row b uses KV head b Hk + h // (H / Hk), as it should.
     side_by_side = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v)]
-    out = attention(*side_by_side, sequence=sequences[0], **options)
+    out = attention(*side_by_side, **how[0])
     return out[0].unflatten(1, (len(q), -1)).transpose(0, 1)
 
 

@@ -34,7 +34,8 @@ class WholeBatch:
     """What a shard knows about the whole batch.
 
     documents: where those of each row begin and end, None where every row is one document. digest: of everything in
-    the batch; ranks of one context group must have the same.
+    the batch; ranks of one context group must have the same. longest: the largest of all its positions. ends: how many
+    tokens of each row are real. from_zero: whether every packed document begins at position 0.
     """
 
     rows: int
@@ -43,6 +44,9 @@ class WholeBatch:
     digest: int
     layout: str
     size: int
+    longest: int
+    ends: tuple[int, ...]
+    from_zero: bool
 
     def to(self, *_: Any, **__: Any) -> WholeBatch:
         """Itself: loops move every value of a batch to a device, and this is for the host."""
@@ -91,6 +95,10 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
         targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
     if targets is not None and ends is not None:
         _check_padded_targets(targets, ends, rank)
+    longest = int(positions.max()) if positions.numel() else 0
+    real = (shape[1],) * shape[0] if ends is None else tuple(ends.tolist())
+    rows = enumerate(documents or ())
+    from_zero = not any(bool(positions[row, list(bounds[:-1])].any()) for row, bounds in rows)
     missing = max(0, size - ids.shape[1])  # every rank gets a token: models do not take empty ones
     if missing:
         ids, positions = pad(ids, (0, missing)), pad(positions, (0, missing))
@@ -98,7 +106,7 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
         if documents is not None:
             documents = tuple((*bounds, bounds[-1] + missing) for bounds in documents)
     digest = _digest(ids, positions, *(() if targets is None else (targets,)))
-    whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size)
+    whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size, longest, real, from_zero)
     mine = [run for run in whole.runs if run.rank == rank]
     places = torch.cat([torch.arange(run.offset, run.offset + run.length, device=ids.device) for run in mine])
     part: dict[str, Any] = {"input_ids": ids[:, places], "position_ids": positions[:, places]}

@@ -13,6 +13,8 @@ from weft.errors import name_ranks
 from weft.integrations.transformers.attention import Forward, running
 from weft.integrations.transformers.batch import KEY, WholeBatch
 from weft.integrations.transformers.mixers import ATTENDING, family_of, hooks_of, kinds_of, mixers_of, take_over
+from weft.integrations.transformers.positions import hooks_of_positions
+from weft.integrations.transformers.router_loss import find_router_loss, take_over_router_loss
 
 CACHES = ("past_key_values", "cache_params")
 
@@ -25,6 +27,7 @@ class _Options:
     layout: str
     training: bool
     labels: bool
+    router_loss: bool
 
 
 class Enabled:
@@ -38,6 +41,7 @@ class Enabled:
             self._layers = sum(kind in ATTENDING for kind in kinds_of(model.config))
         self._mixers = tuple(mixers_of(model))
         self._has_attention = model._can_set_attn_implementation()
+        self._has_router_loss = find_router_loss(model) is not None
         self._has_loss = "labels" in inspect.signature(model.forward).parameters
         self._before: tuple[str, Any] | None = None
         self._hooks: list[Any] = []
@@ -61,12 +65,14 @@ class Enabled:
         if self._has_attention:
             model.set_attn_implementation(self.name)
         take_over(model)
+        take_over_router_loss(model)
         if self._has_loss:
             model.loss_function = _watch(model.loss_function)
         self._hooks = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
             *hooks_of(model),
+            *hooks_of_positions(model),
         ]
 
     def pause(self) -> None:
@@ -97,12 +103,14 @@ class Enabled:
         options = None
         numbers = (0, 0, 0, 0)
         if fault is None:
-            options = _Options(type(model).__name__, self.layout, model.training, "labels" in keywords)
+            routed = keywords.get("output_router_logits")
+            routed = bool(getattr(model.config, "output_router_logits", False) if routed is None else routed)
+            options = _Options(type(model).__name__, self.layout, model.training, "labels" in keywords, routed)
             items = keywords.get("num_items_in_batch")
             numbers = whole.digest, whole.rows, whole.length, 0 if items is None else int(items)
         gathered = self.axis.begin("ContextParallel.forward", options, metadata=numbers, fault=fault).metadata.wait()
         self._compare(gathered)
-        self._forward = Forward(type(model).__name__, whole.sequences(self.axis), self.method)
+        self._forward = Forward(type(model).__name__, whole, whole.sequences(self.axis), self.method)
         running.forwards.append(self._forward)
         return args, keywords
 
@@ -156,8 +164,7 @@ class Enabled:
             )
         return self._find_option_fault(given, where)
 
-    @staticmethod
-    def _find_option_fault(given: dict[str, Any], where: str) -> Exception | None:
+    def _find_option_fault(self, given: dict[str, Any], where: str) -> Exception | None:
         if (given.get("labels") is None) != (given.get("shift_labels") is None):
             return ValueError(
                 f"ContextParallel: of labels and shift_labels only one came to the model {where}; pass both as "
@@ -171,7 +178,10 @@ class Enabled:
             )
         if given.get("is_causal") is False:
             return NotImplementedError(f"ContextParallel: attention that is not causal is not supported {where}")
-        for name in ("attention_mask", "output_attentions", "output_router_logits", "logits_to_keep"):
+        names = ["attention_mask", "output_attentions", "logits_to_keep"]
+        if not self._has_router_loss:
+            names.append("output_router_logits")
+        for name in names:
             value = given.get(name)
             if value is not None and value is not False and not (name == "logits_to_keep" and value == 0):
                 return NotImplementedError(

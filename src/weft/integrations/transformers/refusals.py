@@ -10,17 +10,27 @@ from typing import Any
 from torch import nn
 
 from weft.integrations.transformers.mixers import ATTENDING, family_of, faults_of_mixers, kinds_of, mixers_of
+from weft.integrations.transformers.positions import by_longest_position, rope_types, rotary_embeddings_of
+from weft.integrations.transformers.router_loss import find_router_loss
 
-LAYERS = ("full_attention", "sliding_attention")
+LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 def find_model_fault(model: Any, rank: int) -> Exception | None:
     """The first reason why this model cannot be context-parallel, or None."""
-    faults = chain(faults_of_mixers(model), _faults_of_kind(model), _faults_of_tokens(model), _faults_of_scores(model))
-    for words in faults:
+    parts = (faults_of_mixers, _faults_of_biases, _faults_of_kind, _faults_of_tokens, _faults_of_scores)
+    for words in chain.from_iterable(part(model) for part in parts):
         return NotImplementedError(f"ContextParallel.enable: {type(model).__name__} {words} (rank {rank})")
     return None
+
+
+def _faults_of_biases(model: Any) -> Iterator[str]:
+    """Scores with something added to them by distance: ALiBi, which Bloom always has, Falcon and MPT by a setting."""
+    config = model.config
+    settings = getattr(config, "alibi", False), getattr(getattr(config, "attn_config", None), "alibi", False)
+    if config.model_type == "bloom" or any(settings):
+        yield "adds a bias by distance to its attention scores (ALiBi), which weft's attention does not have"
 
 
 def _faults_of_kind(model: Any) -> Iterator[str]:
@@ -50,28 +60,14 @@ def _faults_of_tokens(model: Any) -> Iterator[str]:
     for kind in kinds_of(model.config):
         if kind not in known:
             yield f"has layers of type {kind}; only {' and '.join(known)} are supported"
-    if getattr(model.config, "attention_chunk_size", None):
-        yield f"attends in chunks of {model.config.attention_chunk_size}, which no window can express"
     mixers = tuple(f"{name}." for name in mixers_of(model))
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d) and not name.startswith(mixers):
             yield f"mixes neighbouring tokens outside attention, in {name}"
         if hasattr(module, "create_position_ids_from_input_ids"):
             yield f"counts positions from its padding token, in {name}"
-    for kind in _rope_types(model.config):
-        if kind == "longrope" or "dynamic" in kind:
-            yield (
-                f"has rotary embeddings of type {kind!r}, which depend on the longest position a rank sees; 'yarn', "
-                f"'llama3', 'linear' and 'default' do not"
-            )
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    for name in ("rope_parameters", "rope_scaling"):
-        given = getattr(config, name, None)
-        if isinstance(given, dict):
-            for one in (given, *(value for value in given.values() if isinstance(value, dict))):
-                yield str(one.get("rope_type", one.get("type", "default")))
+    if by_longest_position(rope_types(model.config)) and not rotary_embeddings_of(model):
+        yield "has rotary embeddings that depend on the longest position, in modules that do not say so (rope_type)"
 
 
 def _faults_of_scores(model: Any) -> Iterator[str]:
@@ -87,10 +83,7 @@ def _faults_of_scores(model: Any) -> Iterator[str]:
             rate = rate.p if isinstance(rate, nn.Dropout) else rate
             if isinstance(rate, float | int) and rate:
                 yield f"has attention dropout {rate}, in {name}; load it with attention_dropout=0.0 (GPT2: attn_pdrop)"
-    if getattr(config, "alibi", False):
-        yield "adds a bias to its scores (alibi)"
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and find_router_loss(model) is None:
         yield (
-            "adds an auxiliary loss of its router, a mean over tokens that a rank does not have; set "
-            "config.output_router_logits = False"
+            "adds an auxiliary loss of its router in a form that is not known; set config.output_router_logits = False"
         )
