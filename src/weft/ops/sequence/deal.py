@@ -1,9 +1,9 @@
 """Chunks of a sequence dealt to ranks, so that all have as many and, as nearly as can be, the same attention work.
 
-The work of a chunk is the pairs of queries in it and keys that they see. Two ways to deal: `_fold` gives each rank a
-stretch of heavy chunks and a stretch of light ones, neighbours in the sequence together, so that few keys travel;
-`_level` gives the heaviest chunk left to the rank that needs work most, which is balanced better and sends more. After
-each, chunks of the busiest rank are swapped for lighter ones. All of it is in integers: every rank finds the same.
+The work of a chunk is the pairs of queries in it and keys that they see. Ways to deal, those by which fewer keys travel
+first: `_in_order`, as contiguous; `_fold`, a stretch of heavy chunks and a stretch of light ones for each rank;
+`_level`, the heaviest chunk left to the rank that needs work most. After each, chunks of the busiest rank are swapped
+for lighter ones, and the first deal that is balanced is it. Nothing is random or timed: every rank finds the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ TIDY = 32  # ranks after which what has been dealt is taken off the order
 
 
 class CountedMask(Hashable, Protocol):
-    """Who sees whom, as far as it is counted here."""
+    """Who sees whom in a sequence of ``total`` tokens, as far as it is counted here."""
+
+    @property
+    def total(self) -> int: ...
 
     def count(self, cuts: Sequence[int], /) -> list[int]:
         """The pairs that the queries between consecutive cuts see."""
@@ -87,10 +90,10 @@ def count_pairs(cuts: Sequence[int], documents: tuple[Bounds, ...]) -> list[int]
 
 
 def _deal_works(cuts: tuple[int, ...], works: list[int], size: int) -> Deal:
-    """The first `GOOD` deal, those that send less tried first; or the best."""
+    """The first `GOOD` deal, or the best."""
     total = sum(works)
     best: Deal | None = None
-    for deal in (_fold_coarsely, _fold_finely, _level):
+    for deal in (_in_order, _fold_coarsely, _fold_finely, _level):
         ranks = deal(works, size)
         busiest = _swap(works, ranks, size) * size / total if total else 1.0
         if best is None or busiest < best.busiest:
@@ -99,6 +102,12 @@ def _deal_works(cuts: tuple[int, ...], works: list[int], size: int) -> Deal:
             break
     assert best is not None
     return best
+
+
+def _in_order(works: list[int], size: int) -> list[int]:
+    """Rank after rank gets the next chunks."""
+    count = len(works) // size
+    return [chunk // count for chunk in range(len(works))]
 
 
 def _fold_coarsely(works: list[int], size: int) -> list[int]:

@@ -102,6 +102,10 @@ def resolve(
             f"{operation}: cu_seqlens end at {bounds[-1]}, but the ranks hold {list(lengths)}, {total} tokens "
             f"in all; they must be the boundaries in the whole sequence"
         )
+    if mask is not None and total != mask.total:
+        raise ValueError(
+            f"{operation}: mask is of {mask.total} tokens, but the ranks hold {list(lengths)}, {total} in all"
+        )
     dealt = None
     if layout not in ANY_LENGTHS:
         dealt = shard_runs(total, layout, axis.size, bounds, chunks_per_rank, mask)

@@ -87,6 +87,8 @@ def _read_lengths(
     whole = int(total)
     if where[1] is not None and where[1][-1] != whole:
         return ValueError(f"{name}: cu_seqlens end at {where[1][-1]}, but total is {whole} (rank {rank})")
+    if mask is not None and mask.total != whole:
+        return ValueError(f"{name}: mask is of {mask.total} tokens, but total is {whole} (rank {rank})")
     runs = shard_runs(whole, where[0], axis.size, where[1], *dealt)
     return _SequenceOptions(*where, whole, *dealt), lengths_of(runs, axis.size)[rank]
 

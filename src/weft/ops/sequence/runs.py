@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from weft.ops.sequence.deal import CHUNKS_PER_RANK, Bounds, CountedMask, deal_chunks
+from weft.ops.sequence.deal import CHUNKS_PER_RANK, Bounds, CountedMask, Deal, deal_chunks
 
 ANY_LENGTHS = ("contiguous", "zigzag")  # ranks may hold any number of tokens, and their own number says their runs
 LAYOUTS = (*ANY_LENGTHS, "balanced")
@@ -67,7 +67,11 @@ def deal_runs(
     total: int, size: int, chunks_per_rank: int, documents: tuple[Bounds, ...], mask: CountedMask | None
 ) -> Runs:
     """The runs of the chunks that `deal_chunks` deals."""
-    deal = deal_chunks(total, size, chunks_per_rank, documents, mask)
+    return join_chunks(deal_chunks(total, size, chunks_per_rank, documents, mask), size)
+
+
+def join_chunks(deal: Deal, size: int) -> Runs:
+    """The runs of dealt chunks: those of a rank that meet are one."""
     held = [0] * size
     runs: list[TokenRun] = []
     for rank, offset, stop in zip(deal.ranks, deal.cuts, deal.cuts[1:], strict=False):
