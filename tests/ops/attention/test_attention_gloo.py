@@ -99,7 +99,7 @@ def compiled_steps(axis: weft.Axis, method: str) -> float:
         o = attention(h, h, h, causal=True, layout="zigzag", method=method, group=group)
         return (o * torch.cos(x)).square().sum()
 
-    compiled, worst = torch.compile(model, backend="aot_eager"), 0.0
+    compiled, worst = torch.compile(model, backend="aot_eager", fullgraph=True), 0.0
     for step in range(3):
         x = torch.randn(1, 12, 2, 4, generator=torch.Generator().manual_seed(10 * step + axis.rank))
         grads = [torch.autograd.grad(run(y), y)[0] for run in (model, compiled) for y in [x.clone().requires_grad_()]]

@@ -308,7 +308,7 @@ def test_compile_changes_nothing() -> None:
         return weft.linear_attention(torch.sin(q), k, v, g)[0].square().sum()
 
     grads = []
-    for run in (model, torch.compile(model, backend="aot_eager")):
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         local = [x.clone().requires_grad_() for x in inputs]
         loss = run(*local)
         grads.append((loss.detach(), *torch.autograd.grad(loss, local)))
