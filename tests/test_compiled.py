@@ -219,7 +219,9 @@ def test_lse_and_final_states() -> None:
         o, state = weft.linear_attention(x, x, x, output_final_state=True, cu_seqlens=torch.tensor([0, 4, 6]))
         y, last = weft.short_conv(x.flatten(2), x.new_ones(32, 3), output_final_state=True, sequence=sequence)
         assert state is not None and last is not None and state.shape[0] == 2 and last.shape[0] == 3
-        return torch.cat([out.flatten(), lse.detach().flatten(), o.flatten(), state.flatten(), y.flatten(), last.flatten()])
+        return torch.cat(
+            [out.flatten(), lse.detach().flatten(), o.flatten(), state.flatten(), y.flatten(), last.flatten()]
+        )
 
     x = tokens(0, torch.float64)
     assert relative(step(whole(model), x), step(model, x)) < 1e-12
@@ -264,7 +266,9 @@ def test_arguments_that_cannot_be_written_break_the_graph() -> None:
 
 
 @pytest.mark.usefixtures("network")
-@pytest.mark.parametrize("method", ["gather", pytest.param("ring", marks=pytest.mark.slow), pytest.param("ulysses", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["gather", pytest.param("ring", marks=pytest.mark.slow), pytest.param("ulysses", marks=pytest.mark.slow)]
+)
 def test_on_virtual_ranks(method: str) -> None:
     """Ranks of other lengths; one process traces for all of them."""
 

@@ -86,7 +86,7 @@ def traceable(
                 [len(shape) for shape, _ in made],
                 [dtype for _, dtype in made],
             )
-            return arrange(outs)  # type: ignore[no-any-return]
+            return arrange(outs)
 
         return run
 
@@ -193,7 +193,9 @@ class Kept(Opaque):
     def backward(self, grads: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the call's tensors, None where there is none."""
         if self._function is None or self._ctx is None:
-            raise RuntimeError("a compiled backward runs a second time, after what it needs was freed; retain_graph=True")
+            raise RuntimeError(
+                "a compiled backward runs a second time, after what it needs was freed; retain_graph=True"
+            )
         ctx, (tensors, outs) = copy.copy(self._ctx), self._places
         ctx.saved_tensors = tuple(given[x] if isinstance(x, int) else x for x in self._ctx.saved_tensors)
         of_results: list[Tensor | None] = [None] * len(self._results)

@@ -49,8 +49,8 @@ def run(
     options = {"layout": layout, "group": axis, **case.options, **options}
     out, lse = attention(*leaves, return_lse=True, **options)
     grads = torch.autograd.grad(out, leaves, grad)
-    assert out.dtype == dtype and all(g.dtype == dtype for g in grads) and not lse.requires_grad
-    return dict(zip(NAMES, (out.detach(), lse, *grads), strict=True))
+    assert out.dtype == dtype and all(g.dtype == dtype for g in grads) and lse.requires_grad
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 def faults(

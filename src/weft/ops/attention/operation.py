@@ -26,6 +26,16 @@ from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
 from weft.ops.sequence.mask import Mask
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any) -> list[Shape]:
+    """Of out and lse, for the compiler."""
+    out = (*q.shape[:-1], *v.shape[-1:]), q.dtype
+    return [out, (q.shape[:-1], torch.promote_types(q.dtype, torch.float32))] if return_lse else [out]
+
+
+def _arrange(outs: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    return outs[0] if len(outs) == 1 else (outs[0], outs[1].detach())
+
+
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
@@ -46,16 +56,6 @@ def attention(
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
     sequence: Sequence | None = ..., mask: Mask | None = ..., group: Any = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any) -> list[Shape]:
-    """Of out and lse, for the compiler."""
-    out = (*q.shape[:-1], *v.shape[-1:]), q.dtype
-    return [out, (q.shape[:-1], torch.promote_types(q.dtype, torch.float32))] if return_lse else [out]
-
-
-def _arrange(outs: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-    return outs[0] if len(outs) == 1 else (outs[0], outs[1].detach())
 
 
 @traceable(_shapes, _arrange, keeps_outputs=True)
@@ -91,7 +91,7 @@ def attention(
     | q            | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
     | k, v         | ``[B, S, Hk, D]``, ``[B, S, Hk, E]``     | its S tokens; query head h uses h // (H / Hk) |
     | out          | ``[B, S, H, E]``                         | its S tokens; E may be D                      |
-    | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores; has no gradient    |
+    | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores, and the sinks      |
     | `sinks`      | ``[H]``, fp32 or the dtype of q          | the same on every rank                        |
     | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
 

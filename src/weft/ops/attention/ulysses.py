@@ -69,14 +69,18 @@ def forward_by_heads(
 
 def backward_by_heads(
     schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor,
-    sinks: Tensor | None,
+    grad_lse: Tensor | None, sinks: Tensor | None,
 ) -> Grads:  # fmt: skip
-    """The gradient of out comes in, those of q, k and v go back: whole sums, but for keys of heads that are split.
+    """The gradient of out (first that of lse) comes in, those of q, k and v go back: whole sums, but for keys of heads
+    that are split.
 
     Those of the sinks stay: of this rank's heads, for the tokens that it computed; of others zero.
     """
     heads = HeadExchange.of(options, call, plan)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=saved[4].dtype)
+    of_lse: list[Tensor] = []
+    if grad_lse is not None:
+        of_lse = [pending.wait()[0][..., 0] for pending in heads.bring([(grad_lse[..., None], by_query)])]
 
     def wire(part: HeadPart) -> torch.dtype:
         return wire_dtype(part, options.dtype, options.grad_dtype)
@@ -86,8 +90,9 @@ def backward_by_heads(
         dq, dk, dv = mine[:3]
         if part.heads:
             own = None if sinks is None else sinks[part.queries]
+            dlse = of_lse[number] if of_lse else None
             dq, dk, dv, of_sinks = backward_by_blocks(
-                schedule, options, heads.outer, heads.plan, mine, tensors[0], own
+                schedule, options, heads.outer, heads.plan, mine, tensors[0], dlse, own
             )  # fmt: skip
             if dsinks is not None and of_sinks is not None:
                 dsinks[part.queries] = of_sinks
@@ -134,6 +139,15 @@ class HeadExchange:
     @property
     def own_parts(self) -> tuple[HeadPart, ...]:
         return self.parts[self.inner.rank]
+
+    def bring(self, tensors: Sequence[tuple[Tensor, Cut]]) -> list[Pending[list[Tensor]]]:
+        """``tensors``, all parts at once."""
+        found = []
+        for number, part in enumerate(self.own_parts):
+            cuts = [(cut(part), x.shape[3]) for x, cut in tensors]
+            shapes = [(heads.stop - heads.start, dim) for heads, dim in cuts]
+            found.append(self.to_heads(self.pack(number, tensors), shapes))
+        return found
 
     def in_parts(
         self,
