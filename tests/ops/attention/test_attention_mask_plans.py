@@ -9,7 +9,7 @@ from test_attention_reference import DIM, slice_of
 
 import weft
 from weft.ops.attention import attention, plan
-from weft.ops.sequence.layout import LAYOUTS, lay_out
+from weft.ops.sequence.runs import ANY_LENGTHS, lay_out
 
 # Blocks of plain plans, (queries, [(keys at, length, kind), ...]): what kernels compute must not change with masks.
 PLAIN = {
@@ -44,7 +44,7 @@ def test_plain_plans_have_the_blocks_they_had(name: str) -> None:
         assert found == wanted and all(tile.first for tile, _ in plain.blocks(0, own))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ANY_LENGTHS)
 @pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (9, 0, 4, 10)])
 def test_only_keys_that_are_seen_travel(lengths: tuple[int, ...], layout: str) -> None:
     """By the ledger: to each rank the tokens of the others that any of its queries sees, and no more."""

@@ -23,7 +23,8 @@ from worlds import current_rules, every, virtual_world
 import weft
 from weft.ops.attention import attention, plan
 from weft.ops.attention.distributed import METHODS
-from weft.ops.sequence.layout import LAYOUTS, lay_out
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, shard_runs
+from weft.ops.sequence.runs import lengths_of as tokens_of
 from weft.world.launch import ProcessWorld
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -68,18 +69,25 @@ def faults(
     wanted: tuple[Tensor, ...], dtype: torch.dtype = torch.float64, **options: object,
 ) -> list[str]:  # fmt: skip
     """What is wrong on this rank, in words."""
-    q, k, v, grad = (slice_of(x, lengths, layout, axis.rank).to(dtype) for x in given)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
     where: dict[str, object] = {"layout": layout, "group": axis}
-    if options.pop("with_sequence", False):
+    with_sequence = options.pop("with_sequence", False)
+    if layout not in ANY_LENGTHS:  # dealt by the mask
+        sequence = weft.sequence(total=mask.total, mask=mask, **where)
+        where = {"sequence": sequence}
+    elif with_sequence:
         where = {"sequence": weft.sequence(lengths[axis.rank], **where)}
+
+    def mine_of(x: Tensor) -> Tensor:
+        if layout in ANY_LENGTHS:
+            return slice_of(x, lengths, layout, axis.rank)
+        return weft.shard(x, 1, sequence=sequence)
+
+    q, k, v, grad = (mine_of(x).to(dtype) for x in given)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, mask=mask, scale=SCALE, return_lse=True, **where, **options)
     got = (out.detach(), lse, *torch.autograd.grad(out, leaves, grad))
     limit = 1e-10 if dtype == torch.float64 else 2e-5 if dtype == torch.float32 else 2e-2
-    found = {
-        name: difference(mine, slice_of(true, lengths, layout, axis.rank))
-        for name, mine, true in zip(NAMES, got, wanted, strict=True)
-    }
+    found = {name: difference(mine, mine_of(true)) for name, mine, true in zip(NAMES, got, wanted, strict=True)}
     worst = {name: far for name, far in found.items() if far > limit}
     return [f"{mask} {lengths} {layout} {options} rank {axis.rank}: {worst}"] if worst else []
 
@@ -155,7 +163,10 @@ def test_drawn_masks(drawn: tuple[weft.Mask, tuple[int, ...]], layout: str, meth
 def test_every_visible_pair_is_computed_once(drawn: tuple[weft.Mask, tuple[int, ...]], layout: str) -> None:
     """And no key travels to a rank whose queries do not see it."""
     (mask, lengths), seen = drawn, dense(drawn[0]) > 0
-    runs, size = lay_out(lengths, layout), len(lengths)
+    size = len(lengths)
+    dealt = layout not in ANY_LENGTHS
+    runs = shard_runs(sum(lengths), layout, size, None, None, mask) if dealt else lay_out(lengths, layout)
+    lengths = tokens_of(runs, size)
     held = [torch.cat([torch.arange(r.offset, r.offset + r.length) for r in runs if r.rank == n]) for n in range(size)]
     made = plan.plan_attention(runs, lengths, None, False, (-1, -1), mask)
     for rank, owner in itertools.product(range(size), range(size)):

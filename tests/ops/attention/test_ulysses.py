@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from layouts import runs_of
 from test_attention import bounds_of, faults, lengths_of
 from test_attention import run as attend
 from test_attention_reference import Case, distance, plain, problem, slice_of
@@ -17,7 +18,8 @@ from worlds import every, virtual_world
 import weft
 from weft.ops.attention import attention
 from weft.ops.attention.heads import HeadPart, deal_heads, group_runs, head_parts
-from weft.ops.sequence.layout import LAYOUTS, TokenRun, lay_out
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, TokenRun, lay_out
+from weft.ops.sequence.runs import lengths_of as tokens_of
 
 HEADS = [(4, 2), (3, 1), (6, 3), (2, 2), (8, 2), (5, 5), (1, 1)]
 SIZES = [2, 3, 5, 6, 8]
@@ -97,7 +99,7 @@ def test_the_deal_of_a_model() -> None:
     assert head_parts(3, 1, 4)[-1] == (HeadPart(),)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ANY_LENGTHS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_travels_but_heads_that_are_computed_elsewhere(
@@ -172,7 +174,8 @@ def test_gradients_in_the_dtype_that_is_asked_for() -> None:
 
 def test_groups_of_ranks_hold_their_tokens_in_the_order_of_the_sequence() -> None:
     for layout, lengths in itertools.product(LAYOUTS, ((3, 1, 0, 4, 2, 5), (2,) * 6)):
-        runs = lay_out(lengths, layout)
+        runs = runs_of(lengths, layout)
+        lengths = tokens_of(runs, 6)
         for inner in (1, 2, 3, 6):
             joined, placed = group_runs(runs, 6 // inner, inner)
             tokens = [[-1] * sum(lengths[at : at + inner]) for at in range(0, 6, inner)]

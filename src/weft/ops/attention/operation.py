@@ -137,7 +137,7 @@ def attention(
             return where
         fault = (
             _find_shape_fault(rank, q, k, v)
-            or _find_seen_fault(rank, causal, cu_seqlens, mask, sequence)
+            or _find_seen_fault(rank, causal, cu_seqlens, mask, layout, sequence)
             or (None if scale is None else find_number_fault(name, "scale", scale, rank))
             or (None if softcap is None else _find_softcap_fault(rank, softcap))
             or _find_window_fault(rank, window)
@@ -176,7 +176,7 @@ def attention(
 
 
 def _find_seen_fault(
-    rank: int, causal: object, cu_seqlens: object, mask: object, sequence: Sequence | None
+    rank: int, causal: object, cu_seqlens: object, mask: object, layout: str | None, sequence: Sequence | None
 ) -> Exception | None:
     if mask is not None:
         if not isinstance(mask, Mask):
@@ -184,6 +184,10 @@ def _find_seen_fault(
         for name, value in (("causal", causal), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 return ValueError(f"attention: mask says who sees whom; leave {name} out (rank {rank})")
+        if sequence is None and layout == "balanced":  # dealt by a mask or not, ranks hold as many tokens
+            return ValueError(
+                f"attention: with a mask and layout 'balanced' pass the sequence they were cut by (rank {rank})"
+            )
         return None if sequence is None else find_mask_fault(mask, sequence.lengths, f" (rank {rank})")
     if causal is None:
         return ValueError(
