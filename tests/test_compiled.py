@@ -1,4 +1,4 @@
-"""Operations in compiled models: one graph with them in it, the same numbers, calls and errors as without a compiler."""
+"""Operations in compiled models: one graph with them in it, and numbers, calls and errors as without a compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import virtual_world
 
 import weft
-from weft.comm.compiled import Kept
+from weft.comm.graph_call import Kept
 from weft.world.launch import ProcessWorld
 
 NAMES = ("attention", "linear_attention", "delta_rule", "short_conv", "zigzag_ring_flash_attn")
@@ -211,6 +211,18 @@ def test_saved_tensors_may_be_moved() -> None:
     assert relative(got, gradients(model, model, random(9, 0))) < 1e-5
 
 
+def test_second_derivatives_are_refused() -> None:
+    """By weft where nothing but the tracing is done, by torch where the backward is compiled, too."""
+    x = tokens(0)
+    for backend, words in (
+        ("eager", "attention: second derivatives are not supported"),
+        ("aot_eager", "double backward"),
+    ):
+        model = whole(lambda x: weft.attention(x, x, x, causal=True).square().sum(), backend)
+        (first,) = torch.autograd.grad(model(x), x, create_graph=True)
+        assert words in words_of(lambda first=first: first.square().sum().backward())  # type: ignore[misc]
+
+
 def test_lse_and_final_states() -> None:
     sequence = weft.sequence(6, cu_seqlens=[0, 2, 2, 6])
 
@@ -219,7 +231,9 @@ def test_lse_and_final_states() -> None:
         o, state = weft.linear_attention(x, x, x, output_final_state=True, cu_seqlens=torch.tensor([0, 4, 6]))
         y, last = weft.short_conv(x.flatten(2), x.new_ones(32, 3), output_final_state=True, sequence=sequence)
         assert state is not None and last is not None and state.shape[0] == 2 and last.shape[0] == 3
-        return torch.cat([out.flatten(), lse.detach().flatten(), o.flatten(), state.flatten(), y.flatten(), last.flatten()])
+        return torch.cat(
+            [out.flatten(), lse.detach().flatten(), o.flatten(), state.flatten(), y.flatten(), last.flatten()]
+        )
 
     x = tokens(0, torch.float64)
     assert relative(step(whole(model), x), step(model, x)) < 1e-12
@@ -264,7 +278,9 @@ def test_arguments_that_cannot_be_written_break_the_graph() -> None:
 
 
 @pytest.mark.usefixtures("network")
-@pytest.mark.parametrize("method", ["gather", pytest.param("ring", marks=pytest.mark.slow), pytest.param("ulysses", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["gather", pytest.param("ring", marks=pytest.mark.slow), pytest.param("ulysses", marks=pytest.mark.slow)]
+)
 def test_on_virtual_ranks(method: str) -> None:
     """Ranks of other lengths; one process traces for all of them."""
 
@@ -333,9 +349,7 @@ def refused(axis: weft.Axis) -> str:
 
 
 def test_a_fault_of_one_rank_is_raised_on_all(pool: ProcessWorld) -> None:
-    assert {words for words in pool.run(refused)[:2]} == {
-        "ValueError: attention: scale must be a finite number, got nan (rank 1)"
-    }
+    assert set(pool.run(refused)[:2]) == {"ValueError: attention: scale must be a finite number, got nan (rank 1)"}
 
 
 @pytest.mark.slow

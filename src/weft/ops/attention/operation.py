@@ -23,6 +23,16 @@ from weft.ops.attention.plan import Options
 from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any) -> list[Shape]:
+    """Of out and lse, for the compiler."""
+    out = (*q.shape[:-1], *v.shape[-1:]), q.dtype
+    return [out, (q.shape[:-1], torch.promote_types(q.dtype, torch.float32))] if return_lse else [out]
+
+
+def _arrange(outs: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    return outs[0] if len(outs) == 1 else (outs[0], outs[1].detach())
+
+
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
@@ -41,16 +51,6 @@ def attention(
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
     sequence: Sequence | None = ..., group: Any = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any) -> list[Shape]:
-    """Of out and lse, for the compiler."""
-    out = (*q.shape[:-1], *v.shape[-1:]), q.dtype
-    return [out, (q.shape[:-1], torch.promote_types(q.dtype, torch.float32))] if return_lse else [out]
-
-
-def _arrange(outs: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-    return outs[0] if len(outs) == 1 else (outs[0], outs[1].detach())
 
 
 @traceable(_shapes, _arrange, keeps_outputs=True)
