@@ -1,4 +1,4 @@
-"""Operations in compiled models: one graph, and the same numbers, calls and errors as without a compiler."""
+"""Operations in compiled models: one graph with them in it, and numbers, calls and errors as without a compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import virtual_world
 
 import weft
-from weft.comm.compiled import Kept
+from weft.comm.graph_call import Kept
 from weft.world.launch import ProcessWorld
 
 NAMES = ("attention", "linear_attention", "delta_rule", "short_conv", "zigzag_ring_flash_attn")
@@ -209,6 +209,18 @@ def test_saved_tensors_may_be_moved() -> None:
     with torch.autograd.graph.save_on_cpu():
         got = gradients(model, whole(model), random(9, 0))
     assert relative(got, gradients(model, model, random(9, 0))) < 1e-5
+
+
+def test_second_derivatives_are_refused() -> None:
+    """By weft where nothing but the tracing is done, by torch where the backward is compiled, too."""
+    x = tokens(0)
+    for backend, words in (
+        ("eager", "attention: second derivatives are not supported"),
+        ("aot_eager", "double backward"),
+    ):
+        model = whole(lambda x: weft.attention(x, x, x, causal=True).square().sum(), backend)
+        (first,) = torch.autograd.grad(model(x), x, create_graph=True)
+        assert words in words_of(lambda first=first: first.square().sum().backward())  # type: ignore[misc]
 
 
 def test_lse_and_final_states() -> None:

@@ -209,10 +209,14 @@ class _LastDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         operation, axis = ctx.how
-        fault = NotImplementedError(
-            f"{operation}: second derivatives are not supported; detach its gradients, or leave out create_graph=True"
-        )
-        axis.begin(f"{operation}.backward.backward", fault=fault)
+        axis.begin(f"{operation}.backward.backward", fault=second_derivatives(operation))
+
+
+def second_derivatives(operation: str) -> NotImplementedError:
+    """The error of who differentiates a gradient that has no derivatives."""
+    return NotImplementedError(
+        f"{operation}: second derivatives are not supported; detach its gradients, or leave out create_graph=True"
+    )
 
 
 def eager(operation: Callable[P, T]) -> Callable[P, T]:

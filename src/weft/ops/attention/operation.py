@@ -33,7 +33,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **othe
 
 
 def _arrange(outs: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-    return outs[0] if len(outs) == 1 else (outs[0], outs[1].detach())
+    return outs[0] if len(outs) == 1 else (outs[0], outs[1])
 
 
 @overload

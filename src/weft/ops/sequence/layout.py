@@ -139,7 +139,9 @@ def predict(axis: Axis, length: int, layout: str, bounds: Bounds | None) -> Sequ
 def count_documents(batch: int, cu_seqlens: Any, given: Any) -> int:
     """How many there are, as the arguments say, before anything was read: ``batch`` where none are packed."""
     bounds = given.bounds if isinstance(given, Sequence) else cu_seqlens
-    return batch if bounds is None else len(bounds) - 1
+    if bounds is None:
+        return batch
+    return (bounds.numel() if isinstance(bounds, Tensor) else len(bounds)) - 1
 
 
 # Reading arguments: faults are returned, see `weft.comm.arguments`.
