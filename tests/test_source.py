@@ -134,7 +134,7 @@ def test_cuda_is_named_only_where_a_kernel_is_chosen() -> None:
     named = re.compile(
         r"torch\.cuda|\.is_cuda|device\.type .*\"cuda\"|pin_memory|record_stream|current_stream|record_event"
     )
-    kernels = ("ops/fused/", "ops/linear_attention/operation.py", "bench/", "world/simulated/")
+    kernels = ("ops/fused/", "ops/scan/arguments.py", "bench/", "world/simulated/")
     found = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
