@@ -47,8 +47,8 @@ def run(
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, **case.options, layout=layout, return_lse=True, group=axis, **options)
     grads = torch.autograd.grad(out, leaves, grad)
-    assert out.dtype == dtype and all(g.dtype == dtype for g in grads) and not lse.requires_grad
-    return dict(zip(NAMES, (out.detach(), lse, *grads), strict=True))
+    assert out.dtype == dtype and all(g.dtype == dtype for g in grads) and lse.requires_grad
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 def faults(

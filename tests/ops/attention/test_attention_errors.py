@@ -213,9 +213,9 @@ BLOCKS = {
 
 @pytest.mark.parametrize("most", [1 << 20, 240, 60, 8, 1])  # scores of a tile
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("size", [8, 3])  # of values
+@pytest.mark.parametrize(("size", "of_lse"), [(8, False), (3, False), (8, True), (3, True)])  # size: of values
 def test_blocks_by_tiles_and_by_the_cpu_operator(
-    name: str, most: int, size: int, monkeypatch: pytest.MonkeyPatch
+    name: str, most: int, size: int, of_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The products of devices and of capped scores, and the CPU operator behind its guard, say the same."""
     block = BLOCKS[name]
@@ -223,6 +223,7 @@ def test_blocks_by_tiles_and_by_the_cpu_operator(
     q, k = (torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads, tokens in ((4, 5), (2, block.length)))
     v = torch.randn(2, 2, block.length, size, dtype=torch.float64)
     grad, out = (torch.randn(2, 4, 5, size, dtype=torch.float64) for _ in range(2))
+    grad_lse = torch.randn(2, 4, 5, dtype=torch.float64) if of_lse else None
     both = [attend_block(q, k, v, block, 0.3), tiles.attend(q, k, v, block, 0.3, 0.0)]
     assert ("fully masked" in name) == bool(both[0][1].isinf().any())
     assert torch.equal(both[0][1].isinf(), both[1][1].isinf())
@@ -230,8 +231,8 @@ def test_blocks_by_tiles_and_by_the_cpu_operator(
         assert distance(got.nan_to_num(neginf=0.0), wanted.nan_to_num(neginf=0.0)) < 1e-12
     lse = both[0][1].clamp_min(-1.0) + 0.5  # over all keys it is larger, and never -inf
     grads = (
-        attend_block_backward(grad, q, k, v, out, lse, block, 0.3),
-        tiles.attend_backward(grad, q, k, v, out, lse, block, 0.3, 0.0),
+        attend_block_backward(grad, grad_lse, q, k, v, out, lse, block, 0.3),
+        tiles.attend_backward(grad, grad_lse, q, k, v, out, lse, block, 0.3, 0.0),
     )
     for got, wanted in zip(*grads, strict=True):
         assert distance(got, wanted) < 1e-12

@@ -29,10 +29,13 @@ class Kind:
     sinks: bool = False
     size: int = 4
     softcap: float | None = None
+    of: str = "out"  # what the loss is of
 
 
 KINDS = {
     "sinks": Kind(sinks=True), "short values": Kind(size=3), "long values": Kind(size=6, sinks=True),
+    "lse": Kind(of="lse"), "out and lse": Kind(of="out, lse"), "all": Kind(True, 6, 1.2, "out, lse"),
+    "lse, sinks, short values": Kind(True, 3, of="lse"), "lse, sinks": Kind(True, of="out, lse"),
     "softcap": Kind(softcap=1.5), "softcap, sinks, short values": Kind(softcap=0.8, sinks=True, size=3),
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures("every_network")
@@ -52,6 +55,11 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, case: Case, k
     return torch.einsum("bhst,bthd->bshd", shares, v), scores.logsumexp(-1).transpose(1, 2)
 
 
+def loss_of(kind: Kind, out: Tensor, lse: Tensor, given: dict[str, Tensor]) -> Tensor:
+    of_out, of_lse = (out * given["grad"]).sum(), (lse * given["grad_lse"].to(lse.dtype)).sum()
+    return {"out": of_out, "lse": of_lse, "out, lse": of_out + of_lse}[kind.of]
+
+
 @functools.lru_cache(maxsize=1024)
 def problem(case: Case, kind: Kind) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
     """Inputs with upstream gradients, and what is right, all fp64 and whole."""
@@ -66,13 +74,14 @@ def problem(case: Case, kind: Kind) -> tuple[dict[str, Tensor | None], dict[str,
         "k": draw(batch, case.total, case.kv_heads, case.dim),
         "v": draw(batch, case.total, case.kv_heads, kind.size),
         "sinks": draw(case.heads) if kind.sinks else None,
+        "grad_lse": draw(batch, case.total, case.heads),
         "grad": draw(batch, case.total, case.heads, kind.size),
     }
     leaves = {
         name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks") if given[name] is not None
     }
     out, lse = softmax(leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), case, kind)
-    grads = torch.autograd.grad(out, list(leaves.values()), given["grad"])
+    grads = torch.autograd.grad(loss_of(kind, out, lse, given), list(leaves.values()), materialize_grads=True)
     right = {"out": out.detach(), "lse": lse.detach()}
     return given, right | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
@@ -97,7 +106,7 @@ def run(
     out, lse = attention(
         **leaves, **case.options, layout=layout, softcap=kind.softcap, return_lse=True, group=axis, **options
     )
-    grads = torch.autograd.grad(out, list(leaves.values()), local["grad"])
+    grads = torch.autograd.grad(loss_of(kind, out, lse, local), list(leaves.values()))
     assert all(grad.dtype == leaf.dtype for grad, leaf in zip(grads, leaves.values(), strict=True))
     return {"out": out.detach(), "lse": lse.detach()} | {
         f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)
@@ -174,3 +183,43 @@ def test_values_travel_without_padding(method: str, size: int) -> None:
 
     token = 2 * (4 + size) * 4  # bytes of k and v, and of their gradients
     assert virtual_world(2).run(program).results == [(5 * token, 10 * token)] * 2
+
+
+def test_one_rank_alone_may_have_a_loss_of_lse() -> None:
+    """The others' kernels then take no column, but with ulysses, where everybody has everybody's queries."""
+    case, lengths = Case(11, 3, 3, 1, causal=True), (4, 3, 4)
+    given, _ = problem(case, Kind())
+    whole = [given[name].clone().requires_grad_() for name in "qkv"]
+    out, lse = softmax(*whole, None, case, Kind())
+    second = slice(4, 7)
+    wanted = torch.autograd.grad(out[:, :4].sum() + lse[:, second].sum() + 0 * out.sum(), whole)
+    for method in METHODS:
+
+        def program(axis: weft.Axis) -> float:
+            leaves = [
+                slice_of(given[name], lengths, "contiguous", axis.rank).clone().requires_grad_() for name in "qkv"
+            ]
+            out, lse = attention(*leaves, **case.options, method=method, return_lse=True, group=axis)  # noqa: B023
+            loss = (out.sum(), lse.sum(), 0 * out.sum())[axis.rank]
+            grads = torch.autograd.grad(loss, leaves)
+            right = (slice_of(x, lengths, "contiguous", axis.rank) for x in wanted)
+            return max(distance(got, true) for got, true in zip(grads, right, strict=True))
+
+        assert max(virtual_world(3).run(program).results) < 1e-10
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_second_derivatives_are_refused_through_sinks_and_lse(method: str) -> None:
+    def program(axis: weft.Axis) -> list[str]:
+        words = []
+        for of in (0, 1):
+            q, sinks = torch.randn(1, 3, 2, 4), torch.randn(2, requires_grad=True)
+            found = attention(q, q, q, causal=True, sinks=sinks, method=method, return_lse=True, group=axis)
+            (first,) = torch.autograd.grad(found[of].sum(), sinks, create_graph=True)
+            with pytest.raises(NotImplementedError) as caught:
+                first.square().sum().backward()
+            words.append(str(caught.value))
+        return words
+
+    for words in virtual_world(2).run(program).results:
+        assert all("attention: second derivatives are not supported" in word for word in words)

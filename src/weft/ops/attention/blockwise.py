@@ -99,7 +99,7 @@ def forward_by_blocks(
 
 def backward_by_blocks(
     schedule: KVSchedule, options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor,
-    sinks: Tensor | None = None,
+    grad_lse: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Grads:  # fmt: skip
     """dq, dk, dv and what this rank's tokens say about the sinks, at least in fp32."""
     q, k, v, out, lse = saved
@@ -115,19 +115,21 @@ def backward_by_blocks(
         for tile, pieces in plan.blocks(call.rank, block.spans):
             rows = slice(tile.start, tile.start + tile.length)
             mine = [x[:, rows, heads].transpose(1, 2) for x in (grad, q, out, lse)]
+            mine_lse = None if grad_lse is None else grad_lse[:, rows, heads].transpose(1, 2)
             for piece in pieces:
                 cut = slice(piece.at, piece.at + piece.length)
                 keys, values = block.keys[:, :, cut], block.values[:, :, cut]
                 dq_part, dk_part, dv_part = attend_block_backward(
-                    mine[0], mine[1], keys, values, mine[2], mine[3], piece, options.scale, options.softcap
+                    mine[0], mine_lse, mine[1], keys, values, mine[2], mine[3], piece, options.scale, options.softcap
                 )
                 dq[:, rows, heads].add_(dq_part.transpose(1, 2))
                 block.grad_keys[:, :, cut].add_(dk_part)
                 block.grad_values[:, :, cut].add_(dv_part)
-    return dq, dk, dv, None if sinks is None else _sinks_backward(grad, out, lse, sinks)
+    return dq, dk, dv, None if sinks is None else _sinks_backward(grad, grad_lse, out, lse, sinks)
 
 
-def _sinks_backward(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def _sinks_backward(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """``[H]``: a sink's probability takes from what the keys have, over the rank's tokens."""
     inner = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype))
+    inner = inner if grad_lse is None else inner - grad_lse
     return -((sinks.to(lse.dtype) - lse).exp() * inner).sum((0, 1))

@@ -29,20 +29,21 @@ UNBALANCED = 1.25  # the slowest rank's share of scores over the mean, from whic
 class Method:
     """begin: (options, call, plan, q, k, v) -> local work to do while lengths are gathered, on a predicted plan;
     forward: (.., what begin returned or None, sinks) -> (out, lse, saved); backward: (options, call, plan, saved, grad,
-    sinks) -> (dq, dk, dv, this rank's part of dsinks)."""
+    grad_lse, sinks) -> (dq, dk, dv, this rank's part of dsinks)."""
 
     begin: Callable[[Options, Call, AttentionPlan, Tensor, Tensor, Tensor], Any]
     forward: Callable[
         [Options, Call, AttentionPlan, Tensor, Tensor, Tensor, Any, Tensor | None], tuple[Tensor, Tensor, Saved]
     ]  # fmt: skip
-    backward: Callable[[Options, Call, AttentionPlan, Saved, Tensor, Tensor | None], Grads]
+    backward: Callable[[Options, Call, AttentionPlan, Saved, Tensor, Tensor | None, Tensor | None], Grads]
+    moves_queries: bool = False  # so that gradients of their lse travel: all ranks have them then, or none
     divides_heads: bool = False  # every rank takes whole heads, so their number must be a multiple of the ranks
 
 
 METHODS: dict[str, Method] = {
     "gather": Method(begin_by_blocks, partial(forward_by_blocks, gather), partial(backward_by_blocks, gather)),
     "ring": Method(begin_by_blocks, partial(forward_by_blocks, ring), partial(backward_by_blocks, ring)),
-    "ulysses": Method(begin_by_heads, forward_by_heads, backward_by_heads, divides_heads=True),
+    "ulysses": Method(begin_by_heads, forward_by_heads, backward_by_heads, moves_queries=True, divides_heads=True),
 }
 
 
@@ -83,7 +84,7 @@ class Attention(RankFunction):
     |-----------------|------------------------------------------|----------------------------------------------|
     | lengths         | a few integers, under the first local work; none if ``sequence`` is given | |
     | gather, ring    | k, v to the ranks whose queries see them | the same, and dk, dv back to their owner     |
-    | ulysses         | q, k, v for heads; out (and lse) back    | grad of out for heads; dq, dk, dv back       |
+    | ulysses         | q, k, v for heads; out (and lse) back    | grad of out (and lse) for heads; dq, dk, dv back |
 
     Kept for the backward: q, k, v, out and lse, of this rank's tokens (ulysses: of its heads), and the sinks, which
     every rank has; their gradient is this rank's part of the sum over ranks.
@@ -116,17 +117,22 @@ class Attention(RankFunction):
         ctx.save_for_backward(sinks, *saved, *ties)
         ctx.axis = axis
         ctx.how = options, plan, options.backward or method, len(saved), call.number
-        if not options.return_lse:
-            return out, None
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.set_materialize_grads(False)  # most who ask for lse want no gradient of it, and kernels are faster without
+        return out, lse if options.return_lse else None
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         options, plan, method, count, number = ctx.how
-        call = ctx.axis.begin("attention.backward", options, of=number)
+        tells = options.return_lse and METHODS[method].moves_queries
+        told = (int(grad_lse is not None),) if tells else None
+        call = ctx.axis.begin("attention.backward", options, metadata=told, of=number)
         sinks, *saved = ctx.saved_tensors[: count + 1]
-        *grads, dsinks = METHODS[method].backward(options, call, plan, tuple(saved), grad, sinks)
+        shape = options.q[0], plan.lengths[call.rank], options.q[1]
+        if grad is None:
+            grad = saved[0].new_zeros(*shape, saved[2].shape[3])
+        if grad_lse is None and tells and any(has for (has,) in call.metadata.wait()):
+            grad_lse = saved[4].new_zeros(shape)
+        *grads, dsinks = METHODS[method].backward(options, call, plan, tuple(saved), grad, grad_lse, sinks)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         of_tokens = (x.to(saved[0].dtype) if need else None for x, need in wanted)
         return (*of_tokens, None, None, None, None if dsinks is None else dsinks.to(sinks.dtype))

@@ -43,11 +43,12 @@ def attend_block(
     if softcap or (behind and not on_device.has_flash(q, block, size)):
         return tiles.attend(q, k, v, block, scale, softcap)
     kept = v.shape[3]
+    if not behind:
+        q, k, v = _prepare(q, k, v)
     q, k, v = (_widen(x, size) for x in (q, k, v))
     if behind:
         out, lse = on_device.attend(q, k, v, block, scale)
         return out[..., :kept], lse
-    q, k, v = _prepare(q, k, v)
     mask, fully_masked = band_mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
@@ -56,20 +57,26 @@ def attend_block(
 
 
 def attend_block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float,
-    softcap: float = 0.0,
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
+    scale: float, softcap: float = 0.0,
 ) -> Triple:  # fmt: skip
     """(dq, dk, dv) of the block's scores. ``out`` and ``lse`` are those over all keys, which makes it exact."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
     size, behind = max(q.shape[3], v.shape[3]), runs_behind(q.device)
+    if grad_lse is not None:
+        size = max(size, -(-(v.shape[3] + 1) // 8) * 8)
     if softcap or (behind and not on_device.has_flash(q, block, size)):
-        return tiles.attend_backward(grad, q, k, v, out, lse, block, scale, softcap)
+        return tiles.attend_backward(grad, grad_lse, q, k, v, out, lse, block, scale, softcap)
     sizes = q.shape[3], k.shape[3], v.shape[3]
+    if not behind:
+        grad, q, k, v, out = _prepare(grad, q, k, v, out)
+    if grad_lse is not None:
+        column = -grad_lse[..., None].to(grad.dtype)
+        grad, out = torch.cat([grad, column], 3), torch.cat([out, torch.ones_like(column)], 3)
     grad, q, k, v, out = (_widen(x, size) for x in (grad, q, k, v, out))
     if behind:
         found = on_device.attend_backward(grad, q, k, v, out, lse, block, scale)
     else:
-        grad, q, k, v, out = _prepare(grad, q, k, v, out)
         mask = band_mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, block.kind == "causal", attn_mask=mask, scale=scale

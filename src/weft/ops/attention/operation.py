@@ -81,7 +81,7 @@ def attention(
     | q            | ``[B, S, H, D]``                         | its S tokens; S may differ and may be 0       |
     | k, v         | ``[B, S, Hk, D]``, ``[B, S, Hk, E]``     | its S tokens; query head h uses h // (H / Hk) |
     | out          | ``[B, S, H, E]``                         | its S tokens; E may be D                      |
-    | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores; has no gradient    |
+    | lse          | ``[B, S, H]``, fp32 (fp64 for fp64)      | log-sum-exp of the scores, and the sinks      |
     | `sinks`      | ``[H]``, fp32 or the dtype of q          | the same on every rank                        |
     | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
 

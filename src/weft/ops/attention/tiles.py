@@ -40,12 +40,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, softcap:
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float, softcap: float
-) -> Triple:
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
+    scale: float, softcap: float,
+) -> Triple:  # fmt: skip
     """See `kernels.attend_block_backward`."""
     wide = lse.dtype
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     inner = torch.linalg.vecdot(grad.to(wide), out.to(wide))
+    inner = inner if grad_lse is None else inner - grad_lse
     for heads, kv_heads, rows, keys, tile in _tiles(q, k, block):
         mine_k, mine_v = (x[:, kv_heads, keys].to(wide) for x in (k, v))
         scores, slope = _scores(q[:, heads, rows], mine_k, tile, scale, softcap)

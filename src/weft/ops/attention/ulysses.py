@@ -49,20 +49,31 @@ def forward_by_heads(
 
 
 def backward_by_heads(
-    options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor, sinks: Tensor | None
-) -> Grads:
-    """The gradient of out comes in, those of q, k and v go back: whole sums already. Those of the sinks stay: of this
-    rank's heads they are whole, of the others zero."""
+    options: Options, call: Call, plan: AttentionPlan, saved: Saved, grad: Tensor, grad_lse: Tensor | None,
+    sinks: Tensor | None,
+) -> Grads:  # fmt: skip
+    """The gradient of out (first that of lse) comes in, those of q, k and v go back: whole sums already. Those of the
+    sinks stay: of this rank's heads they are whole, of the others zero."""
     alone, whole = _alone(options, plan)
     dtype = saved[0].dtype
     kv_heads = call.size * sum(keys.shape[2] for keys in saved[1::5])
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=saved[4].dtype)
 
+    of_lse: Tensor | None = None
+    if grad_lse is not None:
+        every = slice(0, kv_heads // call.size)
+        packed = _pack(call.size, [grad_lse[..., None]], every, kv_heads)
+        of_lse = _to_heads(call, plan, packed, [(grad_lse.shape[2] // call.size, 1)]).wait()[0][..., 0]
+
     def compute(part: int, tensors: list[Tensor]) -> list[Pending[list[Tensor]]]:
         mine = saved[5 * part : 5 * part + 5]
         own = _parts(kv_heads, call.size)[part]
         mine_sinks = None if sinks is None else _own_part(call, sinks, own, kv_heads)
-        dq, dk, dv, of_sinks = backward_by_blocks(_own_only, options, alone, whole, mine, tensors[0], mine_sinks)
+        heads = slice(*(edge * mine[0].shape[2] // mine[1].shape[2] for edge in (own.start, own.stop)))
+        mine_lse = None if of_lse is None else of_lse[:, :, heads]
+        dq, dk, dv, of_sinks = backward_by_blocks(
+            _own_only, options, alone, whole, mine, tensors[0], mine_lse, mine_sinks
+        )
         if dsinks is not None and of_sinks is not None:
             _own_part(call, dsinks, own, kv_heads).copy_(of_sinks)
         wire = options.grad_dtype or dtype
