@@ -406,6 +406,10 @@ def _head_strides(axis: weft.Axis) -> Call:
     return lambda **changes: weft.head_strides(**{"kv_heads": 8, "stride": 4, "first": 1, **changes})
 
 
+def _mask(make: Callable[..., weft.Mask], **right: Any) -> Callable[[weft.Axis], Call]:
+    return lambda axis: lambda **changes: make(**{**right, **changes})
+
+
 OF_THE_OPTIMIZER = (
     "self",
     "params",
@@ -474,6 +478,14 @@ SUBJECTS = {
     "mean_loss": Subject(_mean_loss, weft.mean_loss),
     "broadcast_parameters": Subject(_broadcast, weft.broadcast_parameters),
     "head_strides": Subject(_head_strides, weft.head_strides, talks=False),
+    "Mask": Subject(_mask(weft.Mask, slices=[(0, 4, 0, 4)], total=4), weft.Mask, talks=False),
+    "Mask.full": Subject(_mask(weft.Mask.full, documents=4), weft.Mask.full, talks=False),
+    "Mask.causal": Subject(_mask(weft.Mask.causal, documents=[0, 4]), weft.Mask.causal, talks=False),
+    "Mask.documents": Subject(_mask(weft.Mask.documents, cu_seqlens=[0, 4]), weft.Mask.documents, talks=False),
+    "Mask.window": Subject(_mask(weft.Mask.window, left=2, right=0, documents=4), weft.Mask.window, talks=False),
+    "Mask.prefix_lm": Subject(_mask(weft.Mask.prefix_lm, prefix=2, documents=4), weft.Mask.prefix_lm, talks=False),
+    "Mask.chunks": Subject(_mask(weft.Mask.chunks, length=2, documents=4), weft.Mask.chunks, talks=False),
+    "Mask.tree": Subject(_mask(weft.Mask.tree, parents=[-1, 0], lengths=[2, 2]), weft.Mask.tree, talks=False),
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class Mask:
     True
     """
 
-    slices: tuple[MaskSlice, ...]  # sorted, without queries that see nothing and keys that nobody sees
+    slices: tuple[MaskSlice, ...]  # sorted, `trimmed` and `loosened`
     total: int
     digest: str  # of all of it: what ranks compare
 
@@ -124,9 +124,8 @@ class Mask:
         [2, 2, 3, 1, 2]
         """
         bounds, name = _read_documents("Mask.prefix_lm", documents), "Mask.prefix_lm"
-        prefixes = _read_integers(name, "prefix", prefix)
-        if not hasattr(prefix, "__len__") or getattr(prefix, "ndim", 1) == 0:
-            prefixes *= len(bounds) - 1
+        prefixes, single = _read_integers(name, "prefix", prefix)
+        prefixes *= len(bounds) - 1 if single else 1
         if len(prefixes) != len(bounds) - 1:
             raise ValueError(f"{name}: {len(prefixes)} prefixes for {len(bounds) - 1} documents; give one for each")
         slices = []
@@ -160,7 +159,8 @@ class Mask:
         >>> Mask.tree([-1, 0, 0], [3, 2, 2]).count([0, 3, 5, 7])  # two answers to one question
         [6, 9, 9]
         """
-        nodes, sizes = _read_integers("Mask.tree", "parents", parents), _read_integers("Mask.tree", "lengths", lengths)
+        nodes, _ = _read_integers("Mask.tree", "parents", parents)
+        sizes, _ = _read_integers("Mask.tree", "lengths", lengths)
         if len(nodes) != len(sizes) or min(sizes, default=0) < 0:
             raise ValueError(
                 f"Mask.tree: lengths must be one for each of the {len(nodes)} parents and not negative, got "
@@ -219,30 +219,37 @@ def _read_slices(given: Iterable[Sequence[int | None]], total: int) -> list[Mask
                 if not optional and (fault := find_integer_fault("Mask", f"{name} of a slice", entry, None)):
                     return fault
         said = zip((*entries, None, None), _UNSAID, strict=False)
-        slice_ = MaskSlice._make(unsaid if entry is None else int(entry) for entry, unsaid in said)
+        numbers = (unsaid if entry is None else int(entry) for entry, unsaid in said)
+        slice_ = MaskSlice._make(min(max(number, -UNLIMITED), UNLIMITED) for number in numbers)
         if not (0 <= slice_.q_start <= slice_.q_stop <= total and 0 <= slice_.k_start <= slice_.k_stop <= total):
             return ValueError(f"Mask: slice {show(entries)} is not within the {total} tokens of the sequence")
         if not (slice_ := slice_.trimmed()).is_empty:
-            found.append(slice_)
+            found.append(slice_.loosened())
     found.sort()
     if (overlap := find_overlap(found)) is not None:
         twice = overlap[0].meet(overlap[1])
         return ValueError(
-            f"Mask: slices {tuple(overlap[0])} and {tuple(overlap[1])} both show key {twice.first_key(twice.q_start)} "
+            f"Mask: slices {_show(overlap[0])} and {_show(overlap[1])} both show key {twice.first_key(twice.q_start)} "
             f"to query {twice.q_start}; it would count twice"
         )
     return found
 
 
-def _read_integers(operation: str, name: str, given: Any) -> tuple[int, ...]:
-    """One integer or several, whatever holds them. On a device the host waits for them."""
-    found = read(operation, None, lambda: torch.as_tensor(given))
-    if isinstance(found, Exception):
-        raise TypeError(f"{operation}: {name} must be integers, got {show(given)}")
-    kind = found.dtype
-    if found.numel() and (found.is_meta or kind.is_floating_point or kind.is_complex or kind == torch.bool):
-        raise TypeError(f"{operation}: {name} must be integers, got {kind_of(given)}")
-    numbers = read(operation, None, lambda: tuple(found.reshape(-1).tolist()))
+def _show(one: MaskSlice) -> str:
+    return show(tuple(None if abs(number) == UNLIMITED else number for number in one))
+
+
+def _read_integers(operation: str, name: str, given: Any) -> tuple[tuple[int, ...], bool]:
+    """Integers, whatever holds them, and whether it was a single one. On a device the host waits for them."""
+
+    def reading() -> tuple[tuple[int, ...], bool] | Exception:
+        found = torch.as_tensor(given)
+        kind = found.dtype
+        if found.numel() and (found.is_meta or kind.is_floating_point or kind.is_complex or kind == torch.bool):
+            return TypeError(f"{operation}: {name} must be integers, got {kind_of(given)}")
+        return tuple(found.reshape(-1).tolist()), found.ndim == 0
+
+    numbers = read(operation, None, reading)
     if isinstance(numbers, Exception):
         raise numbers
     return numbers
@@ -250,9 +257,8 @@ def _read_integers(operation: str, name: str, given: Any) -> tuple[int, ...]:
 
 def _read_documents(operation: str, documents: Any) -> tuple[int, ...]:
     """The boundaries of documents; of one, if their total is given."""
-    bounds = _read_integers(operation, "documents", documents)
-    if not hasattr(documents, "__len__") or getattr(documents, "ndim", 1) == 0:
-        bounds = (0, *bounds)
+    bounds, single = _read_integers(operation, "documents", documents)
+    bounds = (0, *bounds) if single else bounds
     if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(
             f"{operation}: documents must be how many tokens there are, or boundaries that rise from 0, got "

@@ -59,13 +59,15 @@ class MaskSlice(NamedTuple):
 
     def trimmed(self) -> MaskSlice:
         """Without the queries that see nothing, and without the keys that nobody sees."""
-        q_start, q_stop, k_start, k_stop, low, high = self
-        if k_start >= k_stop or low > high:
-            return MaskSlice(0, 0, 0, 0)
-        q_start, q_stop = max(q_start, k_start - high), min(q_stop, k_stop - low)
-        if q_start >= q_stop:
-            return MaskSlice(0, 0, 0, 0)
-        return MaskSlice(q_start, q_stop, max(k_start, q_start + low), min(k_stop, q_stop + high), low, high)
+        if self.k_start >= self.k_stop or self.low > self.high:
+            return NOTHING
+        return self.of_queries(self.k_start - self.high, self.k_stop - self.low)
+
+    def loosened(self) -> MaskSlice:
+        """Without limits that limit nobody: slices that show the same are then the same."""
+        low = -UNLIMITED if self.low <= self.k_start - self.q_stop + 1 else self.low
+        high = UNLIMITED if self.high >= self.k_stop - 1 - self.q_start else self.high
+        return MaskSlice(*self[:4], low, high)
 
     def meet(self, other: MaskSlice) -> MaskSlice:
         """What both show."""
@@ -76,12 +78,19 @@ class MaskSlice(NamedTuple):
         ).trimmed()  # fmt: skip
 
     def of_queries(self, start: int, stop: int) -> MaskSlice:
-        """What it shows to the queries ``start : stop``."""
-        return self._replace(q_start=max(self.q_start, start), q_stop=min(self.q_stop, stop)).trimmed()
+        """What it shows to the queries ``start : stop``, which must see some of it: all those of a `trimmed` slice."""
+        q_start, q_stop, k_start, k_stop, low, high = self
+        q_start, q_stop = max(q_start, start), min(q_stop, stop)
+        if q_start >= q_stop:
+            return NOTHING
+        return MaskSlice(q_start, q_stop, max(k_start, q_start + low), min(k_stop, q_stop + high), low, high)
 
     def first_key(self, query: int) -> int:
         """The first key that a query of it sees; of a slice that is `trimmed`."""
         return max(self.k_start, query + self.low)
+
+
+NOTHING = MaskSlice(0, 0, 0, 0)
 
 
 def alongside(spans: Iterable[Span], slices: Sequence[MaskSlice]) -> Iterator[list[MaskSlice]]:
