@@ -188,14 +188,18 @@ def attend(
 
 
 def _check_handed_over(forward: Forward, module: Any, softcap: float | None, s_aux: Tensor | None) -> None:
-    """A cap or sinks that a model has and does not hand over, but leaves to functions of its own, would be lost."""
+    """A cap or sinks that a model has and does not hand over, but leaves to functions of its own, would be lost; and
+    those that come from elsewhere one process would not use."""
     holders = module, getattr(module, "config", None)
-    for name, given in (("attn_logit_softcapping", softcap), ("sinks", s_aux)):
-        if given is None and any(getattr(one, name, None) is not None for one in holders):
-            raise NotImplementedError(
-                f"ContextParallel: {type(module).__name__} of {forward.model} has {name} and does not hand it to "
-                f"transformers' AttentionInterface (rank {forward.rank}); this model cannot be context-parallel"
-            )
+    for name, keyword, given in (("attn_logit_softcapping", "softcap", softcap), ("sinks", "s_aux", s_aux)):
+        held = any(getattr(one, name, None) is not None for one in holders)
+        if held == (given is not None):
+            continue
+        words = f"has {name} and does not hand it on as {keyword}" if held else f"was given {keyword} and has no {name}"
+        raise NotImplementedError(
+            f"ContextParallel: {type(module).__name__} of {forward.model} {words} (rank {forward.rank}); only caps and "
+            f"sinks that a model hands to transformers' AttentionInterface are supported"
+        )
 
 
 def _attend_rows(visible: Visible, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
