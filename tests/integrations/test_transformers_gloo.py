@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_model, packed_batch, plain_batch
+from tiny import Result, alone, distance, make_model, packed_batch, plain_batch, shared, sum_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -186,6 +186,22 @@ def refused(axis: weft.Axis) -> str:
 def test_different_samples_are_named_on_all_ranks(four: ProcessWorld) -> None:
     found = four.run(refused)
     assert len(set(found)) == 1 and "ranks 0, 1, 2 2 x 37" in found[0] and "rank 3 2 x 37" in found[0]
+
+
+def gradients(axis: weft.Axis, name: str) -> Result:
+    cp, model = ContextParallel(), make_model(name)
+    cp.enable(model)
+    return shared(cp, model, batch_of(name))
+
+
+def batch_of(name: str) -> dict[str, Tensor]:
+    """GPT-OSS alone lets packed documents see one another."""
+    return plain_batch() if name == "gpt_oss" else packed_batch()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "mixtral", "phi3"])
+def test_models_with_sinks_chunks_routers_and_long_positions(two: ProcessWorld, name: str) -> None:
+    assert distance(sum_of(two.run(gradients, name)), alone(make_model(name), batch_of(name))) < 2e-6
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_context_parallel.py"

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hybrids import each_alone
 from tiny import (
+    EAGER,
     OTHER_MODELS,
     Result,
     alone,
@@ -32,9 +34,10 @@ FIVE = int(transformers.__version__.split(".")[0]) >= 5
 pytestmark = pytest.mark.skipif(not FIVE, reason="transformers 4.57 has some of these models in another form")
 
 BATCHES = {"plain": plain_batch, "packed": packed_batch, "padded": padded_batch}
-# transformers' loss, of which the router's is a part, is in fp32; so are rotary embeddings of Llama 4.
+# transformers' loss, of which the router's is a part, is in fp32; so are rotary embeddings of Llama 4 and DeepSeek-V2,
+# norms and softmax of Gemma 2.
 ROUTED = ("mixtral", "qwen3_moe")
-ROUNDING = {**dict.fromkeys(ROUTED, 2e-6), "llama4": 2e-6}
+ROUNDING = dict.fromkeys((*ROUTED, "llama4", "gemma2", "deepseek_v2"), 2e-6)
 
 
 def on_ranks(size: int, name: str, batch: dict[str, Tensor], layout: str = "zigzag", **changes: Any) -> Result:
@@ -49,6 +52,10 @@ def on_ranks(size: int, name: str, batch: dict[str, Tensor], layout: str = "zigz
 
 
 def wanted_of(name: str, batch: dict[str, Tensor], **changes: Any) -> Result:
+    """One process. GPT-OSS asks for its mask without position_ids, so that documents see one another there, and padded
+    queries of Gemma 2 that see no key are no numbers in fp64: there the judge is each document by itself."""
+    if name in EAGER:
+        return each_alone(make_model(name, **changes), batch)
     return alone(make_model(name, **changes), batch, own_loss=name in ROUTED)
 
 
@@ -71,6 +78,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": None, "rope_scaling": None},
     "mixtral": {"output_router_logits": False},
     "llama4": {"attention_chunk_size": 64},
+    "gemma2": {"attn_logit_softcapping": None},
 }
 
 
@@ -111,14 +119,14 @@ def test_a_rotary_embedding_outside_a_forward_is_what_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def several_packed_rows() -> dict[str, Tensor]:
-    rows = [packed_batch(37, cuts, seed) for seed, cuts in enumerate([(5, 20), (9,)])]
+def several_packed_rows(*cuts: tuple[int, ...]) -> dict[str, Tensor]:
+    rows = [packed_batch(37, one, seed) for seed, one in enumerate(cuts)]
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 def test_rows_of_different_documents_in_chunks_and_layers_that_are_computed_again() -> None:
     """The queries that Llama 4 scales by their place are scaled alike when a layer is computed again."""
-    batch = several_packed_rows()
+    batch = several_packed_rows((5, 20), (9,))
 
     def run(axis: weft.Axis) -> Result:
         cp, model = ContextParallel(axis), make_model("llama4").train()
@@ -149,6 +157,68 @@ def test_a_layer_that_scales_its_queries_in_another_way_is_found_out() -> None:
     attention.forward = lambda *args, past_key_values, **keywords: inner(*args, **keywords)
     with pytest.raises(NotImplementedError, match="scales its queries by their place"):
         model(**cp.shard(plain_batch()))
+
+
+@pytest.mark.parametrize("second", [(5, 20), (9,)])
+def test_sinks_of_several_rows_of_packed_documents(second: tuple[int, ...]) -> None:
+    """Rows with the same documents are attended side by side, as heads, which share the sinks."""
+    batch = several_packed_rows((5, 20), second)
+    assert distance(on_ranks(3, "gpt_oss", batch), wanted_of("gpt_oss", batch)) < 1e-12
+
+
+def test_sinks_take_part_in_one_process_too() -> None:
+    """Their gradient is not nothing, and a model whose sinks are far below all scores is another."""
+    wanted = wanted_of("gpt_oss", plain_batch())
+    sinks = [grad for name, grad in wanted.grads.items() if name.endswith("sinks")]
+    assert len(sinks) == 2 and all(grad.abs().max() > 1e-4 for grad in sinks)
+
+
+def test_sinks_under_autocast() -> None:
+    """Queries are bf16 there, and sinks, as parameters, fp32."""
+
+    def make() -> Any:
+        model = make_model("gpt_oss", torch.float32)
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return model
+
+    def run(axis: weft.Axis) -> Result:
+        cp, model = ContextParallel(axis), make()
+        cp.enable(model)
+        return shared(cp, model, plain_batch())
+
+    exact = alone(make_model("gpt_oss", torch.float32), plain_batch())
+    rounded = alone(make(), plain_batch())
+    assert distance(sum_of(virtual_world(2).run(run).results), exact) < 2 * distance(rounded, exact) < 0.5
+
+
+def test_sinks_and_caps_that_a_model_keeps_to_itself_are_found_out() -> None:
+    """Functions of a model's own would read them from the module; through the interface they would be lost."""
+    for name, words in (("llama", "LlamaAttention of LlamaForCausalLM has sinks"),
+                        ("gemma3", "has attn_logit_softcapping")):  # fmt: skip
+        cp, model = ContextParallel(), make_model(name)
+        if name == "llama":
+            model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+        else:
+            model.config.attn_logit_softcapping = 5.0
+        cp.enable(model)
+        with pytest.raises(NotImplementedError, match=words):
+            model(**cp.shard(plain_batch()))
+
+
+def test_values_are_sent_in_their_own_size() -> None:
+    """DeepSeek's keys have 16 numbers, its values 12: no padding crosses ranks."""
+
+    def run(axis: weft.Axis) -> int:
+        cp, model = ContextParallel(axis, layout="contiguous", method="gather"), make_model("deepseek_v3")
+        cp.enable(model)
+        with weft.record() as ledger, torch.no_grad():
+            model(**cp.shard(plain_batch(1, 20)))
+        sent = [event.sends for event in ledger.events if event.operation.startswith("attention")]
+        return sum(size for sends in sent for _, size in sends)
+
+    first, second = virtual_world(2).run(run).results
+    heads, layers = 4, 2
+    assert (first, second) == (10 * heads * (16 + 12) * 8 * layers, 0)
 
 
 def test_the_router_loss_of_a_batch_with_fewer_tokens_than_ranks() -> None:

@@ -44,7 +44,6 @@ def small(kind: str, **changes: Any) -> Any:
 
 
 DOGE = {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": None, "rope_scaling": None}
 
 # What the model is, and what the error must say.
 WRONG_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -52,8 +51,6 @@ WRONG_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "bloom": (lambda: small("BloomConfig", n_layer=1, n_head=4), "(ALiBi)"),
     "mpt": (lambda: small("MptConfig", d_model=16, n_heads=2, n_layers=1), "(ALiBi)"),
     "falcon": (lambda: small("FalconConfig", alibi=True), "(ALiBi)"),
-    "softcap": (lambda: small("Gemma2Config", head_dim=8), "caps its attention scores"),
-    "sinks": (lambda: small("GptOssConfig", **OSS), "attention sinks"),
     "dropout": (lambda: small("LlamaConfig", attention_dropout=0.1), "attention dropout 0.1"),
     "gpt2 dropout": (lambda: make_model("gpt2", attn_pdrop=0.1), "attention dropout 0.1"),
     "state space": (lambda: small("MambaConfig"), "selective scans of Mamba-1"),
@@ -150,8 +147,8 @@ WRONG_PARTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str, st
     "a cache": (lambda part: {**part, "use_cache": True}, "with cp.paused()", "NotImplementedError"),
     "weights": (lambda part: {**part, "output_attentions": True}, "output_attentions", "NotImplementedError"),
     "router": (lambda part: {**part, "output_router_logits": True}, "output_router_logits", "NotImplementedError"),
-    "softcap": (lambda part: {**part, "softcap": 30.0}, "capped scores (softcap)", "NotImplementedError"),
-    "sinks": (lambda part: {**part, "s_aux": torch.ones(4)}, "attention sinks (s_aux)", "NotImplementedError"),
+    "softcap": (lambda part: {**part, "softcap": 30.0}, "given softcap and has no attn_logit", "NotImplementedError"),
+    "sinks": (lambda part: {**part, "s_aux": torch.ones(4)}, "was given s_aux and has no sinks", "NotImplementedError"),
     "a bias": (lambda part: {**part, "position_bias": torch.ones(1)}, "bias on the scores", "NotImplementedError"),
     "not known": (lambda part: {**part, "temperature": 0.5}, "not known here (temperature)", "NotImplementedError"),
     "not causal": (lambda part: {**part, "is_causal": False}, "not causal", "NotImplementedError"),
@@ -327,8 +324,8 @@ def test_an_error_inside_a_forward_leaves_the_model_usable() -> None:
     def run(axis: weft.Axis) -> Any:
         cp, model = ContextParallel(axis), make_model("llama")
         cp.enable(model)
-        with pytest.raises(NotImplementedError, match="capped scores"):
-            model(**cp.shard(plain_batch()), softcap=1.0)
+        with pytest.raises(NotImplementedError, match="a bias on the scores"):
+            model(**cp.shard(plain_batch()), position_bias=torch.ones(1))
         return shared(cp, model, plain_batch(), own_loss=False)
 
     wanted = alone(make_model("llama"), plain_batch(), own_loss=False)

@@ -50,6 +50,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_e
             "short_factor": [1.0, 1.0, 1.5, 1.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}  # fmt: skip
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
 
+EAGER = ("gpt_oss", "gemma2")  # SDPA has no sinks and no caps
+
 # Models with something of their own in attention, positions or loss: `test_transformers_models.py` takes them up.
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic rope": (
@@ -67,6 +69,16 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**HEADS, **EXPERTS, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0], "attention_chunk_size": 8,
          "floor_scale": 5, "attn_scale": 0.5, "moe_layers": [1]},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**HEADS, **EXPERTS, "layer_types": MIXED["layer_types"], "sliding_window": WINDOW,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "gemma2": ("Gemma2Config", {**HEADS, **MIXED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**MODELS["deepseek_v3"][1], "topk_method": "greedy", "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    ),
     "mixtral": ("MixtralConfig", {**EXPERTS, **ROUTED}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -76,20 +88,25 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """The same weights whenever it is called. It attends by SDPA."""
+    """The same weights whenever it is called. It attends by SDPA, or eagerly where that has not what it needs."""
     import transformers
 
     kind, differs = {**MODELS, **OTHER_MODELS}[name]
     sizes = {} if name == "gpt2" else SIZES
     config = getattr(transformers, kind)(**{**sizes, **differs, **changes})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if name in EAGER else "sdpa"
+    )
     if hasattr(model, "set_experts_implementation"):  # of 5.x; the default one has no fp64
         model.set_experts_implementation("eager")
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:  # larger than the default, so that attention is far from even
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        for weight_name, weight in model.named_parameters():
+            if weight_name.endswith("sinks"):
+                nn.init.normal_(weight)
     return model.to(dtype)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from weft.integrations.transformers.batch import KEY, WholeBatch
 from weft.ops.attention import attention
@@ -33,8 +32,6 @@ HARMLESS = frozenset({
     "position_embeddings", "position_ids", "seq_idx", "shift_labels", "sliding_window", "use_cache", KEY,
 })  # fmt: skip
 REASONS = {
-    "softcap": "capped scores",
-    "s_aux": "attention sinks",
     "position_bias": "a bias on the scores",
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
@@ -154,12 +151,20 @@ def _parts_of(mask_function: Callable[..., Any]) -> Iterator[str]:
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    dropout: float = 0.0, **keywords: Any,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **keywords: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention in transformers' words: q ``[B, H, S, D]``, k and v ``[B, Hk, S, D]`` -> (out ``[B, S, H, D]``, None).
+    """Attention in transformers' words, on this rank's tokens: (out, None).
 
-    Causality and window are the mask's, as they are with SDPA where there is one: some models set only the mask,
-    and ``is_causal`` may be False because of it.
+    | tensor | shape                                   |
+    |--------|-----------------------------------------|
+    | query  | ``[B, H, S, D]``                        |
+    | key    | ``[B, Hk, S, D]``                       |
+    | value  | ``[B, Hk, S, E]``                       |
+    | s_aux  | ``[H]``, sinks: a score for each head   |
+    | out    | ``[B, S, H, E]``                        |
+
+    ``softcap``: scores are softcap * tanh(score / softcap). Causality and window are the mask's, as they are with SDPA
+    where there is one: some models set only the mask, and ``is_causal`` may be False because of it.
     """
     if not isinstance(attention_mask, Visible):
         raise NotImplementedError(
@@ -168,20 +173,33 @@ def attend(
         )
     forward = attention_mask.forward
     refuse_unknown(forward, dropout, keywords)
+    _check_handed_over(forward, module, softcap, s_aux)
     forward.calls += 1
     query, key, value = _in_one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    width, value_width = query.shape[-1], value.shape[-1]
-    # One head size for the kernels: zeros add nothing to scores, and the outputs they make are cut off.
-    if value_width < width:
-        value = pad(value, (0, width - value_width))
-    elif width < value_width:
-        query, key = pad(query, (0, value_width - width)), pad(key, (0, value_width - width))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     window = None if attention_mask.window is None else (attention_mask.window - 1, 0)
+    options: dict[str, Any] = {"scale": scale, "window": window, "method": forward.method, "sinks": s_aux}
+    if softcap:
+        options["softcap"] = float(softcap)
     with torch.autocast(query.device.type, enabled=False):
-        out = _attend_rows(attention_mask, q, k, v, scale=scale, window=window, method=forward.method)
-    return out[..., :value_width].contiguous(), None
+        out = _attend_rows(attention_mask, q, k, v, **options)
+    return out.contiguous(), None
+
+
+def _check_handed_over(forward: Forward, module: Any, softcap: float | None, s_aux: Tensor | None) -> None:
+    """A cap or sinks that a model has and does not hand over, but leaves to functions of its own, would be lost; and
+    those that come from elsewhere one process would not use."""
+    holders = module, getattr(module, "config", None)
+    for name, keyword, given in (("attn_logit_softcapping", "softcap", softcap), ("sinks", "s_aux", s_aux)):
+        held = any(getattr(one, name, None) is not None for one in holders)
+        if held == (given is not None):
+            continue
+        words = f"has {name} and does not hand it on as {keyword}" if held else f"was given {keyword} and has no {name}"
+        raise NotImplementedError(
+            f"ContextParallel: {type(module).__name__} of {forward.model} {words} (rank {forward.rank}); only caps and "
+            f"sinks that a model hands to transformers' AttentionInterface are supported"
+        )
 
 
 def _attend_rows(visible: Visible, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -198,6 +216,8 @@ def _attend_rows(visible: Visible, q: Tensor, k: Tensor, v: Tensor, **options: A
         return attention(q, k, v, **how[0])
     # Packed rows stand side by side as heads: query head h of row b uses KV head b Hk + h // (H / Hk), as it should.
     side_by_side = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v)]
+    if options["sinks"] is not None:
+        how[0]["sinks"] = options["sinks"].repeat(len(q))
     out = attention(*side_by_side, **how[0])
     return out[0].unflatten(1, (len(q), -1)).transpose(0, 1)
 

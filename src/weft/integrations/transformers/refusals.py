@@ -73,11 +73,7 @@ def _faults_of_tokens(model: Any) -> Iterator[str]:
 def _faults_of_scores(model: Any) -> Iterator[str]:
     """What attention here does not compute, and a loss that needs all tokens."""
     config = model.config
-    if getattr(config, "attn_logit_softcapping", None):
-        yield f"caps its attention scores (attn_logit_softcapping={config.attn_logit_softcapping})"
     for name, module in model.named_modules():
-        if getattr(module, "sinks", None) is not None:
-            yield f"has attention sinks, in {name}"
         for dropout in DROPOUTS:
             rate = getattr(module, dropout, None)
             rate = rate.p if isinstance(rate, nn.Dropout) else rate
