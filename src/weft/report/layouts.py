@@ -87,7 +87,7 @@ def draw(title: str, bounds: Bounds, ranks: int, shares: list[Share]) -> str:
             inside.append(_of_rank(rank, ranks, MIDDLE + GAP + rank * width, y + STRIP - high, 0.8 * width, high))
         mean = y + STRIP - STRIP / most
         inside.append(line("mean", MIDDLE + GAP - 4, mean, WIDTHS["wide"], mean))
-        inside.append(text(MIDDLE + GAP, y + STRIP + 13, f"work of each rank: at most {max(one.work):.2f} x mean"))
+        inside.append(text(MIDDLE + GAP, y + STRIP + 13, f"ranks have up to {max(one.work):.2f} x mean work"))
         inside.append(text(LEFT, y + STRIP + 13, f"{one.travelling:.2f} keys travel for each token"))
         y += STRIP + 13 + GAP
     style = (
