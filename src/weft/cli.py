@@ -1,4 +1,4 @@
-"""The command line: weft train | demo | sample | report | bench SUITE | check-device | trace SCHEDULE | kernels.
+"""The command line: weft train | demo | sample | report | bench | check-device | trace | layouts | kernels.
 
 What is here shows help without importing torch; a command imports what it needs when it runs.
 """
@@ -94,6 +94,32 @@ def trace_scan(
     print(f"{method} on {ranks} ranks: {run.elapsed:.3e} virtual s, {run.timeline.rounds} rounds; written: {out}")
 
 
+def show_layouts(
+    ranks: int = 8, tokens: int = 4096, chunks_per_rank: int | None = None, median: float = 600.0, spread: float = 1.5,
+    seed: int = 0, picture: Path | None = None,
+) -> None:  # fmt: skip
+    """Share out a packed batch by every layout: the work of the ranks, their runs, and the keys that travel.
+
+    Documents have lognormal lengths, and tokens see those before them in their document. Nothing is computed.
+
+    Args:
+        ranks: Ranks that share the sequence.
+        tokens: Tokens of a rank.
+        chunks_per_rank: Of layout balanced. Left out: 8 to 64.
+        median: Of the documents' lengths.
+        spread: Standard deviation of the logarithm of their lengths.
+        seed: Of the draws.
+        picture: Write an .svg file of who holds what.
+    """
+    check_at_least(1, ranks=ranks, tokens=tokens, chunks_per_rank=chunks_per_rank)
+    if not (median >= 1 and 0 <= spread <= 5):
+        raise ValueError(f"--median must be at least 1 and --spread from 0 to 5, got {median} and {spread}")
+    check_file("--picture", picture)
+    from weft.report.layouts import run_layouts
+
+    run_layouts(ranks, tokens, chunks_per_rank, median, spread, seed, picture)
+
+
 def show_kernels(
     decays: tuple[str, ...] = (), dims: tuple[int, ...] = (64, 128, 256), chunks: tuple[int, ...] = (64,),
     dtypes: tuple[str, ...] = ("bf16",), capabilities: tuple[int, ...] = (), tokens: int = 8192, heads: int = 16,
@@ -158,6 +184,7 @@ COMMANDS: dict[str, tuple[str, Command | dict[str, Command] | None]] = {
     "bench": ("Measure weft beside what people use today.", BENCHES),
     "check-device": ("Compare every operation on an accelerator with the CPU.", check_device),
     "trace": ("Simulate an operation and write its timeline.", {"scan": trace_scan}),
+    "layouts": ("Share out a packed batch by every layout and say how balanced it is.", show_layouts),
     "kernels": ("Compile the Triton kernels ahead of time and say what they use.", show_kernels),
 }
 

@@ -113,13 +113,14 @@ def test_the_global_batch_is_the_same_on_every_mesh(layout: str, length: int) ->
             assert bounds == set(whole.cu_seqlens)
 
 
-def test_the_cut_is_that_of_weft_shard() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cut_is_that_of_weft_shard(layout: str) -> None:
     corpus = numbers()
     whole = take(batches(corpus), 1)[0]
 
     def program(axis: weft.Axis) -> bool:
-        part = take(batches(corpus, Shard(0, 1, axis.rank, 3, "zigzag")), 1)[0]
-        where = weft.sequence(part.tokens.shape[1], layout="zigzag", cu_seqlens=part.cu_seqlens, group=axis)
+        part = take(batches(corpus, Shard(0, 1, axis.rank, 3, layout)), 1)[0]
+        where = weft.sequence(part.tokens.shape[1], layout=layout, cu_seqlens=part.cu_seqlens, group=axis)
         assert torch.equal(where.positions(), part.positions[0])
         return torch.equal(weft.shard(whole.tokens, 1, sequence=where), part.tokens)
 

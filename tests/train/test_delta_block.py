@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from worlds import virtual_world
 
 import weft
+from weft.ops.sequence import LAYOUTS
 from weft.parallel.mesh import ParallelMesh, make_mesh
 from weft.train.delta_block import TAPS, DeltaMixer
 from weft.train.metrics import family_of
@@ -89,7 +90,7 @@ def test_the_block_is_the_plain_loop(bounds: tuple[int, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bounds", DOCUMENTS, ids=str)
 def test_gradients_on_ranks_are_those_of_one_process(bounds: tuple[int, ...], size: int, layout: str) -> None:
@@ -102,7 +103,8 @@ def test_gradients_on_ranks_are_those_of_one_process(bounds: tuple[int, ...], si
     def program(axis: weft.Axis) -> list[Tensor]:
         mine = make_mixer(mesh=virtual_mesh(axis, 1, size))
         part, of_out, out, of_x = (
-            weft.shard(whole, 1, layout=layout, group=axis) for whole in (x, grad, wanted[0], wanted[1])
+            weft.shard(whole, 1, layout=layout, cu_seqlens=bounds, group=axis)
+            for whole in (x, grad, wanted[0], wanted[1])
         )
         place = place_of(part.shape[1], bounds, layout=layout, group=axis)
         found = with_gradients(mine, part, lambda part: mine(part, place, None), of_out)

@@ -58,7 +58,7 @@ def test_by_nccls_rules(steps: int) -> None:
     "changes",
     [
         {"layout": "contiguous"}, slow({"pattern": "l"}), {"pattern": "s", "kv_heads": 1}, {"pattern": "d"},
-        {"pattern": "sd", "layout": "contiguous"},
+        {"pattern": "sd", "layout": "contiguous"}, {"pattern": "lsd", "layout": "balanced"},
     ],
 )  # fmt: skip
 def test_other_settings(changes: dict[str, Any]) -> None:

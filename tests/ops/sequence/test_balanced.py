@@ -14,12 +14,13 @@ from ranks import errors_of
 from test_deal import Tree
 from torch import Tensor
 from torch.nn.functional import normalize
-from worlds import virtual_world
+from worlds import current_rules, virtual_world
 
 import weft
 from weft.comm.wire import SoloWire
 from weft.ops.attention.plan import count, plan_attention
-from weft.ops.sequence.runs import lengths_of, shard_runs
+from weft.ops.sequence.deal import Deal
+from weft.ops.sequence.runs import join_chunks, lengths_of, shard_runs
 from weft.world.launch import ProcessWorld
 
 HEADS, DIM = 4, 3
@@ -92,6 +93,10 @@ def how_given(kind: str, total: int, bounds: tuple[int, ...] | None, axis: weft.
     """The arguments of an operation: the layout by its name, or a sequence with a deal of its own."""
     if kind == "name":
         return {"layout": "balanced", "cu_seqlens": bounds, "group": axis}
+    if kind == "scattered":  # as many runs as there are chunks
+        cuts = [total * number // (6 * axis.size) for number in range(6 * axis.size + 1)]
+        runs = join_chunks(Deal(tuple(cuts), tuple(n % axis.size for n in range(6 * axis.size)), 1.0), axis.size)
+        return {"sequence": weft.Sequence(axis, "balanced", lengths_of(runs, axis.size), bounds, runs)}
     mask = Tree((0, total // 3, total), (0, 5)) if kind == "mask" else None
     chunks = 3 if kind == "chunks" else None
     made = weft.sequence(
@@ -121,7 +126,8 @@ def check(size: int, *case: Any) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation(name: str, packed: bool) -> None:
-    check(3, name, 131, packed, "name")
+    for kind in ("name", "scattered") if current_rules() == "ideal" else ("name",):
+        check(3, name, 131, packed, kind)
 
 
 @pytest.mark.slow
@@ -131,7 +137,7 @@ def test_every_operation(name: str, packed: bool) -> None:
 def test_every_operation_size_and_total(name: str, size: int) -> None:
     for total in (0, 1, size - 1, size, 7 * size + 3, 8 * size, 70 * size + 1):
         for packed in (False, True):
-            for kind in ("name", "chunks", "mask"):
+            for kind in ("name", "chunks", "mask", "scattered"):
                 check(size, name, total, packed, kind)
 
 

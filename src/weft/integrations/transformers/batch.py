@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from weft.comm import Axis
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.deal import CHUNKS_PER_RANK, Bounds
+from weft.ops.sequence.deal import Bounds
 from weft.ops.sequence.runs import Runs, deal_runs, lengths_of, shard_runs
 
 KEY = "weft"  # where a shard of a batch carries what it must know about the whole
@@ -56,7 +56,7 @@ class WholeBatch:
     def runs(self) -> Runs:
         """Those of all ranks, the same for every row: balanced by the documents of all of them together."""
         if self.layout == "balanced":
-            return deal_runs(self.length, self.size, CHUNKS_PER_RANK, self.documents or (), None)
+            return deal_runs(self.length, self.size, None, self.documents or (), None)
         return shard_runs(self.length, self.layout, self.size)
 
     @property

@@ -28,8 +28,9 @@ class ContextParallel:
     """Causal transformers models whose sequences lie on the ranks of ``group``.
 
     ``group`` is a ``ProcessGroup``, a 1-D ``DeviceMesh`` (``mesh["cp"]``), an ``Axis`` or None (WORLD); ``layout``
-    "zigzag", which balances causal attention, or "contiguous"; ``method`` as in `weft.attention`; ``name`` what the
-    attention is called in ``model.config``, one for each object that is in use at a time.
+    "zigzag", which balances causal attention, "balanced", which does so for packed documents too, or "contiguous";
+    ``method`` as in `weft.attention`; ``name`` what the attention is called in ``model.config``, one for each object
+    that is in use at a time.
 
         cp = ContextParallel(mesh["cp"])
         cp.enable(model)

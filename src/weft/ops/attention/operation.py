@@ -96,9 +96,10 @@ def attention(
     | `cu_seqlens` | ``[N+1]``, of the whole sequence, B = 1  | the whole, on every rank                      |
 
     A query at position p of the sequence sees keys p - left .. p + right of its document, with ``window`` = (left,
-    right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out) or "zigzag" (see
-    `weft.shard`), which balances causal work. ``scale`` defaults to D^-0.5. ``sequence`` (see `weft.sequence`) is given
-    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
+    right) and -1 for no limit; with ``causal`` none after p. ``layout`` is "contiguous" (if left out), "zigzag",
+    which balances the work of one causal document, or "balanced", that of any (see `weft.sequence`). ``scale`` defaults
+    to D^-0.5. ``sequence`` is given in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of
+    integers in which lengths are gathered.
 
     ``mask`` (see `weft.Mask`) says who sees whom in place of ``causal`` and ``cu_seqlens``: prefixes, trees of shared
     prefixes, chunks or slices of one's own, over the whole sequence and the same on every rank. ``window`` and the

@@ -84,8 +84,9 @@ def delta_rule(
     are this rank's; `initial_state` gets its gradient on the rank where the sequence begins; gradients of the final
     state add up over the ranks that use it.
 
-    ``layout`` is "contiguous" (if left out) or "zigzag" (see `weft.shard`); ``sequence`` (see `weft.sequence`) is given
-    in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in which lengths are gathered.
+    ``layout`` is "contiguous" (if left out), "zigzag" or "balanced" (see `weft.shard`); ``sequence`` (see
+    `weft.sequence`) is given in place of ``layout``, ``cu_seqlens`` and ``group`` and saves the round of integers in
+    which lengths are gathered.
     ``scale`` defaults to K^-0.5; ``chunk_size`` (a power of two) to what is fastest. ``backend`` is the local kernels:
     "torch", "triton" (fused; CUDA, K and V up to 256, chunks to 64, no fp64), or "auto": Triton on CUDA where it can.
 

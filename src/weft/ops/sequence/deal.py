@@ -1,16 +1,23 @@
 """Chunks of a sequence dealt to ranks, so that all have as many and, as nearly as can be, the same attention work.
 
-The work of a chunk is the pairs of queries in it and keys that they see. Ways to deal, those by which fewer keys travel
-first: `_in_order`, as contiguous; `_fold`, a stretch of heavy chunks and a stretch of light ones for each rank;
-`_level`, the heaviest chunk left to the rank that needs work most. After each, chunks of the busiest rank are swapped
-for lighter ones, and the first deal that is balanced is it. Nothing is random or timed: every rank finds the same.
+The work of a chunk is the pairs of queries in it and keys that they see. Ways to deal, those of few runs, by which
+fewer keys travel, first:
+
+- `_in_order`: as contiguous.
+- `_halve`: a stretch for one half of the ranks and what is around it for the other, and so on with each half. Of all
+  stretches with half of the tokens one has half of the work, up to a chunk, so a rank needs about two runs.
+- `_fold`: for each rank a stretch of heavy chunks, a stretch of light ones and one that makes up the mean.
+- `_level`: the heaviest chunk left to the rank that needs work most.
+
+After each, chunks of the busiest rank are swapped for lighter ones, and the first deal that is balanced is it. Nothing
+is random or timed: every rank finds the same.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
@@ -18,9 +25,9 @@ from math import isqrt
 from typing import Protocol
 
 Bounds = tuple[int, ...]  # of packed documents in the whole sequence: document n is bounds[n] : bounds[n+1]
-CHUNKS_PER_RANK = 8  # where nobody says how many
+FEWEST_CHUNKS, MOST_CHUNKS, CHUNKS = 8, 64, 4096  # of a rank, if nobody says how many; about so many of all ranks
 TIMES = (1, 2, 4, 8)  # as many chunks, where one would be too much work
-GOOD, FAIR = 1.01, 1.02  # the busiest rank's work over the mean: a deal to keep; one that more chunks need not better
+BALANCED = 1.015  # the busiest rank's work over the mean
 SWAPS, PARTNERS = 1, 8  # at most so many swaps for each rank, and ranks that are asked for one
 TIDY = 32  # ranks after which what has been dealt is taken off the order
 
@@ -47,28 +54,29 @@ class Deal:
 
 @lru_cache(maxsize=64)
 def deal_chunks(
-    total: int, size: int, chunks_per_rank: int, documents: tuple[Bounds, ...], mask: CountedMask | None
+    total: int, size: int, chunks_per_rank: int | None, documents: tuple[Bounds, ...], mask: CountedMask | None
 ) -> Deal:
     """``total`` tokens on ``size`` ranks, each with ``chunks_per_rank`` chunks whose lengths differ by at most a token.
 
-    More chunks (`TIMES`) where one has so much work that the busiest rank would not be `FAIR`; fewer where they would
-    be shorter than their number, so that the ranks' lengths differ by at most a chunk. ``documents``: boundaries for
-    each row of a batch, none for one document. Without a ``mask`` tokens see those before them in their document.
+    More chunks (`TIMES`) where one has so much work that no deal could be `BALANCED`; fewer where they would be shorter
+    than their number, so that the ranks' lengths differ by at most a chunk. ``documents``: boundaries for each row of
+    a batch, none for one document. Without a ``mask`` tokens see those before them in their document.
     """
+    wanted = chunks_per_rank or min(max(CHUNKS // size, FEWEST_CHUNKS), MOST_CHUNKS)
     limit = isqrt(total // size) if size > 1 else 1
-    counts = sorted({max(1, min(chunks_per_rank * times, limit)) for times in TIMES})
+    counts = sorted({max(1, min(wanted * times, limit)) for times in TIMES})
     best: Deal | None = None
     for count in counts:
         each, longer = divmod(total, size * count)
         cuts = tuple(each * number + min(number, longer) for number in range(size * count + 1))
         works = count_pairs(cuts, documents or ((0, total),)) if mask is None else mask.count(cuts)
         heaviest = max(works) + sum(sorted(works)[: count - 1])  # the least that somebody has
-        if heaviest * size > FAIR * sum(works) and count < counts[-1]:
+        if heaviest * size > BALANCED * sum(works) and count < counts[-1]:
             continue
         deal = _deal_works(cuts, works, size)
         if best is None or deal.busiest < best.busiest:
             best = deal
-        if best.busiest <= FAIR:
+        if best.busiest <= BALANCED:
             break
     assert best is not None, "the last count is always dealt"
     return best
@@ -90,15 +98,15 @@ def count_pairs(cuts: Sequence[int], documents: tuple[Bounds, ...]) -> list[int]
 
 
 def _deal_works(cuts: tuple[int, ...], works: list[int], size: int) -> Deal:
-    """The first `GOOD` deal, or the best."""
+    """The first `BALANCED` deal, or the best."""
     total = sum(works)
     best: Deal | None = None
-    for deal in (_in_order, _fold_coarsely, _fold_finely, _level):
+    for deal in (_in_order, _halve, _fold, _level):
         ranks = deal(works, size)
         busiest = _swap(works, ranks, size) * size / total if total else 1.0
         if best is None or busiest < best.busiest:
             best = Deal(cuts, tuple(ranks), busiest)
-        if busiest <= GOOD:
+        if busiest <= BALANCED:
             break
     assert best is not None
     return best
@@ -110,20 +118,38 @@ def _in_order(works: list[int], size: int) -> list[int]:
     return [chunk // count for chunk in range(len(works))]
 
 
-def _fold_coarsely(works: list[int], size: int) -> list[int]:
-    """Chunks whose works are within a power of two are alike, and stay in the order of the sequence."""
-    return _fold(works, size, lambda work: work.bit_length())
+def _halve(works: list[int], size: int) -> list[int]:
+    """The stretch whose work is nearest to its share goes to one half of the ranks, the rest to the other."""
+    count, ranks = len(works) // size, [0] * len(works)
+    parts = [(list(range(len(works))), 0, size)]  # chunks, and the ranks that get them: the first, how many
+    while parts:
+        chunks, first, number = parts.pop()
+        if number == 1:
+            for chunk in chunks:
+                ranks[chunk] = first
+            continue
+        half = number // 2
+        width, wanted = half * count, sum(works[chunk] for chunk in chunks) * half
+        ring = chunks + chunks[:width]
+        work = sum(works[chunk] for chunk in ring[:width])
+        nearest, start = abs(work * number - wanted), 0
+        for at in range(1, len(chunks)):
+            work += works[ring[at + width - 1]] - works[ring[at - 1]]
+            if abs(work * number - wanted) < nearest:
+                nearest, start = abs(work * number - wanted), at
+        before, after = max(start + width - len(chunks), 0), start + width
+        parts.append((chunks[:before] + chunks[start:after], first, half))
+        parts.append((chunks[before:start] + chunks[after:], first + half, number - half))
+    return ranks
 
 
-def _fold_finely(works: list[int], size: int) -> list[int]:
-    """The same with twice as many kinds."""
-    return _fold(works, size, lambda work: (work * work).bit_length())
+def _fold(works: list[int], size: int) -> list[int]:
+    """Rank after rank gets chunks from the heavy end, others from the light end, and one that makes up the mean.
 
-
-def _fold(works: list[int], size: int, kind: Callable[[int], int]) -> list[int]:
-    """Rank after rank gets chunks from the heavy end, others from the light end, and one that makes up the mean."""
+    Works within a power of two are alike, so that neighbours stay together.
+    """
     count, rest = len(works) // size, sum(works)
-    order = sorted(range(len(works)), key=lambda chunk: (-kind(works[chunk]), -chunk))
+    order = sorted(range(len(works)), key=lambda chunk: (-works[chunk].bit_length(), -chunk))
     left = sorted((work, chunk) for chunk, work in enumerate(works))
     ranks = [-1] * len(works)
     for rank in range(size):
@@ -176,7 +202,7 @@ def _level(works: list[int], size: int) -> list[int]:
 
 
 def _swap(works: list[int], ranks: list[int], size: int) -> int:
-    """Swap chunks of the busiest rank with lighter ones, until it is `GOOD` or nothing helps; the work that it has."""
+    """Swap chunks of the busiest rank with lighter ones until it is `BALANCED` or nothing helps; what it has then."""
     loads = [0] * size
     hands: list[list[int]] = [[] for _ in range(size)]
     for chunk, rank in enumerate(ranks):
@@ -186,7 +212,7 @@ def _swap(works: list[int], ranks: list[int], size: int) -> int:
     most = [(-load, rank) for load, rank in least]
     heapq.heapify(least)
     heapq.heapify(most)
-    enough = GOOD * sum(loads) / size
+    enough = BALANCED * sum(loads) / size
     for _ in range(SWAPS * size):
         while -most[0][0] != loads[most[0][1]]:  # what it had before a swap
             heapq.heappop(most)

@@ -44,8 +44,9 @@ def sequence(
     With "balanced" the sequence is cut into chunks, dealt so that every rank has as many and the same attention work,
     to 2 %, in this batch: that of causal attention within the documents, or that of ``mask``. Ranks must hold what
     they are dealt: make the sequence by ``total`` and cut with ``weft.shard(x, dim, sequence=...)``. A rank gets
-    ``chunks_per_rank`` (8 if left out), up to eight times as many where one would be too much work, and fewer where
-    they would be very short.
+    ``chunks_per_rank``; left out, 8 to 64 of them, so that dealing takes milliseconds. It is up to eight times as many
+    where one chunk would be too much work, and fewer where they would be very short. Most of a rank's chunks are
+    neighbours in the sequence.
 
     What crosses ranks: one round of integers, once for each batch. Layers that get it send none.
 

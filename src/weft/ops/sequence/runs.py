@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from weft.ops.sequence.deal import CHUNKS_PER_RANK, Bounds, CountedMask, Deal, deal_chunks
+from weft.ops.sequence.deal import Bounds, CountedMask, Deal, deal_chunks
 
 ANY_LENGTHS = ("contiguous", "zigzag")  # ranks may hold any number of tokens, and their own number says their runs
 LAYOUTS = (*ANY_LENGTHS, "balanced")
@@ -64,7 +64,7 @@ def lay_out(lengths: tuple[int, ...], layout: str) -> Runs:
 
 @lru_cache(maxsize=64)
 def deal_runs(
-    total: int, size: int, chunks_per_rank: int, documents: tuple[Bounds, ...], mask: CountedMask | None
+    total: int, size: int, chunks_per_rank: int | None, documents: tuple[Bounds, ...], mask: CountedMask | None
 ) -> Runs:
     """The runs of the chunks that `deal_chunks` deals."""
     return join_chunks(deal_chunks(total, size, chunks_per_rank, documents, mask), size)
@@ -90,7 +90,7 @@ def shard_runs(
 ) -> Runs:  # fmt: skip
     """The runs when `weft.shard` cuts ``total`` tokens; what follows ``size`` is of layout "balanced"."""
     if layout == "balanced":
-        return deal_runs(total, size, chunks_per_rank or CHUNKS_PER_RANK, () if bounds is None else (bounds,), mask)
+        return deal_runs(total, size, chunks_per_rank, () if bounds is None else (bounds,), mask)
 
     def part(parts: int, index: int) -> int:
         return total // parts + (index < total % parts)
