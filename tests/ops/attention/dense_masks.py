@@ -98,7 +98,7 @@ def known_masks(total: int) -> tuple[Known, ...]:
         "tree": [-1, 0, 1, 2, 1, 0, -1, 6],  # depth first
         "bush": [-1, 0, 0, 1, 2, 1, -1, 3],  # generation by generation: descendants are no single stretch
     }
-    shares = cut(total, 0.15, 0.3, 0.3, 0.4, 0.6, 0.7, 0.85)  # node 2 is empty
+    shares = cut(total, 0.3, 0.45, 0.45, 0.6, 0.7, 0.8, 0.9)  # node 2 is empty
     lengths = [b - a for a, b in pairwise(shares)]
     for name, parents in trees.items():
         found.append(Known(name, weft.Mask.tree(parents, lengths), tree_rule(parents, lengths)))
