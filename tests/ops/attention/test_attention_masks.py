@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_masks import Known, dense, drawn_masks, known_masks, within
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_attention import lengths_of, tiles  # noqa: F401
 from test_attention_reference import slice_of
@@ -159,6 +159,8 @@ def test_drawn_masks(drawn: tuple[weft.Mask, tuple[int, ...]], layout: str, meth
 
 
 @pytest.mark.usefixtures("tiles")
+@settings(max_examples=100)
+@example((known_masks(20)[8].mask, (13, 7)), "zigzag")
 @given(drawn_masks(), st.sampled_from(LAYOUTS))
 def test_every_visible_pair_is_computed_once(drawn: tuple[weft.Mask, tuple[int, ...]], layout: str) -> None:
     """And no key travels to a rank whose queries do not see it."""

@@ -67,7 +67,8 @@ drawn_slices = st.integers(1, 9).flatmap(
         st.just(total),
         st.lists(
             st.tuples(
-                *[st.integers(0, total)] * 4, *[st.none() | st.integers(-total - 1, total + 1)] * 2
+                *[st.integers(0, total)] * 4,
+                *[st.sampled_from([None, -1, 0, 1]) | st.integers(-total - 1, total + 1)] * 2,
             ).map(lambda one: (*sorted(one[:2]), *sorted(one[2:4]), *one[4:])),
             max_size=4,
         ),
@@ -93,6 +94,14 @@ def test_a_key_that_counts_twice_is_found(drawn: tuple[int, list[tuple[int | Non
     for one in mask.slices:  # nothing in them that is not needed
         box = times[one.q_start : one.q_stop, one.k_start : one.k_stop]
         assert box.any(0).all() and box.any(1).all()
+
+
+@pytest.mark.parametrize("later", [[], [(7, 10, 0, 1)], [(9, 10, 0, 1)]])
+def test_slices_that_meet_when_one_between_them_has_ended(later: list[tuple[int, ...]]) -> None:
+    diagonal, column, between = (0, 10, 0, 10, -1, 0), (0, 10, 8, 9), (0, 3, 5, 6)
+    assert Mask([diagonal, between], 10).pairs == 22 and Mask([column, between], 10).pairs == 13
+    with pytest.raises(ValueError, match="both show key 8 to query 8"):
+        Mask([diagonal, column, between, *later], 10)
 
 
 def test_the_pair_that_counts_twice_is_named() -> None:

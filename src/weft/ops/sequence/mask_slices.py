@@ -114,18 +114,19 @@ def find_overlap(slices: Sequence[MaskSlice]) -> tuple[MaskSlice, MaskSlice] | N
     active: list[MaskSlice] = []  # by their keys
     by_stop = sorted(slices, key=lambda one: one.q_stop)
     ended = 0
-    for new in slices:
-        while by_stop[ended].q_stop <= new.q_start:
+    for new in (*slices, None):
+        while ended < len(slices) and (new is None or by_stop[ended].q_stop <= new.q_start):
             at = _place(active, by_stop[ended], by_stop[ended].q_stop - 1)
             del active[at]
             ended += 1
             if 0 < at < len(active) and not active[at - 1].meet(active[at]).is_empty:
                 return active[at - 1], active[at]
-        at = _place(active, new, new.q_start)
-        for near in active[max(at - 1, 0) : at + 1]:
-            if not near.meet(new).is_empty:
-                return near, new
-        active.insert(at, new)
+        if new is not None:
+            at = _place(active, new, new.q_start)
+            for near in active[max(at - 1, 0) : at + 1]:
+                if not near.meet(new).is_empty:
+                    return near, new
+            active.insert(at, new)
     return None
 
 
