@@ -203,6 +203,50 @@ def test_nothing_is_held_after_the_backward_or_the_last_use(monkeypatch: pytest.
     assert held() == 0 and out.shape == (1, 9, DIM)
 
 
+def test_heads_may_lie_before_tokens_in_memory() -> None:
+    """As transformers has them. The compiler was told how outputs and gradients lie."""
+
+    def model(x: Tensor) -> Tensor:
+        q = (x.transpose(1, 2).contiguous() * 2).transpose(1, 2)
+        return weft.attention(q, q, q, causal=True).flatten(2) * weft.linear_attention(q, q, q)[0].flatten(2)
+
+    x = tokens(0, torch.float64)
+    assert relative(step(whole(model), x), step(model, x)) < 1e-12
+
+
+def test_a_call_whose_result_nobody_uses_is_made() -> None:
+    """As without a compiler: the other ranks make it, too."""
+    axis = weft.Axis.of(None)
+
+    def model(x: Tensor) -> Tensor:
+        weft.attention(x, x, x, causal=True, group=axis)
+        return x * 2
+
+    whole(model)(tokens(0))
+    assert axis.counter.calls == 1
+
+
+@pytest.mark.parametrize("operation", ["attention", "linear_attention"])
+def test_the_compiler_may_write_over_inputs_and_outputs(operation: str) -> None:
+    """And hand copies to the backward, as one that computes them anew does."""
+    how = {"causal": True} if operation == "attention" else {}
+    leaves = [tokens(seed, torch.float64) for seed in range(3)]
+    out = getattr(weft, operation)(*leaves, **how)
+    out = out if operation == "attention" else out[0]
+    weight = weights_like(out)
+    wanted = torch.autograd.grad(out, leaves, weight)
+    with torch.no_grad():
+        given, words = [x.detach().clone() for x in leaves], "tensors[0], tensors[1], tensors[2]"
+        words += ", causal=True" if operation == "attention" else ""
+        shape = [*out.shape], [4], [out.dtype]
+        outs, kept = torch.ops.weft.call(operation, words, given, [], [], [], [True] * 3, *shape)
+        copies = [x.clone() for x in (*given, *outs)]
+        for x in (*given, *outs):
+            x.fill_(torch.nan)
+        got = torch.ops.weft.call_backward(kept, [weight], copies[: 4 if operation == "attention" else 3], [True] * 3)
+    assert relative(list(got), list(wanted)) < 1e-12
+
+
 def test_saved_tensors_may_be_moved() -> None:
     """What a forward leaves is no tensor, so hooks that copy those do not lose it."""
     model = Model()
