@@ -43,9 +43,19 @@ METHODS: dict[str, Method] = {
     "ring": Method(begin_by_blocks, partial(forward_by_blocks, ring), partial(backward_by_blocks, ring)),
     "ulysses": Method(begin_by_heads, partial(forward_by_heads, own_only), partial(backward_by_heads, own_only)),
 }
+TWO_LEVELS: dict[tuple[str, str], Method] = {
+    ("ulysses", name): Method(begin_by_heads, partial(forward_by_heads, schedule), partial(backward_by_heads, schedule))
+    for name, schedule in (("gather", gather), ("ring", ring))
+}
+NAMES: tuple[str | tuple[str, str], ...] = ("auto", *METHODS, *TWO_LEVELS)
 
 
-def resolve_method(options: Options, plan: AttentionPlan) -> str:
+def method_of(name: str | tuple[str, str]) -> Method:
+    """From either table."""
+    return METHODS[name] if isinstance(name, str) else TWO_LEVELS[name]
+
+
+def resolve_method(options: Options, plan: AttentionPlan) -> str | tuple[str, str]:
     """The method asked for; for "auto" the one that suits this plan, the same on every rank."""
     if options.method != "auto":
         return options.method
@@ -90,6 +100,7 @@ class Attention(RankFunction):
     | lengths         | a few integers, under the first local work; none if ``sequence`` is given | |
     | gather, ring    | k, v to the ranks whose queries see them | the same, and dk, dv back to their owner     |
     | ulysses         | q, k, v for heads; out (and lse) back    | grad of out for heads; dq, dk, dv back       |
+    | on two levels   | ulysses among the inner ranks, gather or ring among the outer | both                    |
 
     Kept for the backward: q, k, v, out and lse, of this rank's tokens (ulysses: of its heads).
     """
@@ -102,18 +113,18 @@ class Attention(RankFunction):
     ) -> tuple[Tensor, Tensor | None]:
         call = axis.begin("attention", options, metadata=None if sequence else (q.shape[1],))
         begun: Any = None
-        begun_by: str = ""
+        begun_by: str | tuple[str, str] = ""
         if sequence is None:
             predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens)
             if predicted is not None:
                 plan = options.plan(predicted)
                 begun_by = resolve_method(options, plan)
-                begun = METHODS[begun_by].begin(options, call, plan, q, k, v)
+                begun = method_of(begun_by).begin(options, call, plan, q, k, v)
             sequence = resolve("attention", call, axis, options.layout, options.cu_seqlens)
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
         begun = begun if method == begun_by else None
-        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun)
+        out, lse, saved = method_of(method).forward(options, call, plan, q, k, v, begun)
         ties = () if saved[0] is q else (tie(x) for x in (q, k, v) if x.requires_grad)
         ctx.save_for_backward(*saved, *ties)
         ctx.axis = axis
@@ -128,6 +139,6 @@ class Attention(RankFunction):
         options, plan, method, count, number = ctx.how
         call = ctx.axis.begin("attention.backward", options, of=number)
         saved = ctx.saved_tensors[:count]
-        grads = METHODS[method].backward(options, call, plan, saved, grad)
+        grads = method_of(method).backward(options, call, plan, saved, grad)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         return (*(x.to(saved[0].dtype) if need else None for x, need in wanted), None, None, None)

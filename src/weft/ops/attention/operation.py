@@ -17,17 +17,18 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.function import eager
-from weft.ops.attention.distributed import METHODS, Attention
+from weft.ops.attention.distributed import METHODS, NAMES, TWO_LEVELS, Attention
 from weft.ops.attention.gather import find_strides_fault
 from weft.ops.attention.plan import Options
 from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
+from weft.parallel.levels import all_ranks, count_inner_ranks
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ...,
-    method: str = ...,
+    method: str | tuple[str, str] = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
     sequence: Sequence | None = ..., group: Any = ...,
@@ -38,7 +39,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
     window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ...,
-    method: str = ...,
+    method: str | tuple[str, str] = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
     sequence: Sequence | None = ..., group: Any = ...,
@@ -56,7 +57,7 @@ def attention(
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
     layout: str | None = None,
-    method: str = "auto",
+    method: str | tuple[str, str] = "auto",
     strides: tuple[int, ...] | None = None,
     backward_strides: tuple[int, ...] | None = None,
     backward: str | None = None,
@@ -90,6 +91,9 @@ def attention(
     - "ring": the same keys and values from neighbour to neighbour, all heads at once; dK and dV straight home.
     - "ulysses": q, k, v and out, heads for sequence. A rank has at most H / P heads, rounded up; a key/value head goes
       to every rank that has some of its query heads.
+    - ("ulysses", "gather"), ("ulysses", "ring"): on two levels. Inner ranks exchange heads for sequence, and over the
+      outer ranks the keys and values of these heads travel. ``group`` is then a 2-D DeviceMesh (outer, inner), or
+      (all ranks, inner ranks); with ``sequence``, too. Tokens lie on the ranks of the flattened mesh, in any layout.
     - "auto": gather or ulysses, the one with fewer bytes, unless the other is better in balance.
 
     ``grad_dtype`` is what dK and dV are on the way: None for fp32 (fp64 for fp64; with ulysses, where only those of a
@@ -100,6 +104,10 @@ def attention(
     >>> attention(q, kv, kv, causal=True).shape
     torch.Size([1, 10, 4, 8])
     """
+
+    levels = group
+    if isinstance(method, tuple):
+        group = None if isinstance(sequence, Sequence) else all_ranks(group)
 
     def read_options(axis: Axis) -> Options | Exception:
         """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
@@ -115,6 +123,9 @@ def attention(
             or _find_method_fault(rank, k.shape[2], method, strides, backward_strides, backward, grad_dtype)
             or find_flag_fault(name, "return_lse", return_lse, rank)
         )
+        inner = count_inner_ranks(name, axis, levels) if fault is None and isinstance(method, tuple) else 0
+        if isinstance(inner, Exception):
+            return inner
         return fault or Options(
             q=(q.shape[0], *q.shape[2:]),
             kv_heads=k.shape[2],
@@ -126,13 +137,14 @@ def attention(
             cu_seqlens=where[1],
             layout=where[0],
             lengths=None if sequence is None else sequence.lengths,
-            method=the_choice(method, ("auto", *METHODS)),
+            method=the_choice(method, NAMES),
             strides=None if strides is None else tuple(int(stride) for stride in strides),
             backward_strides=None if backward_strides is None else tuple(int(stride) for stride in backward_strides),
             backward=None if backward is None else "ring",
             grad_dtype=grad_dtype,
             return_lse=return_lse,
             gradients=tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)),
+            inner=inner,
         )
 
     axis, options = read_on_axis("attention", group, sequence, read_options)
@@ -181,14 +193,18 @@ def _find_window_fault(rank: int, window: object) -> Exception | None:
 def _find_method_fault(
     rank: int,
     kv_heads: int,
-    method: str,
+    method: object,
     strides: object,
     backward_strides: object,
     backward: str | None,
     grad_dtype: torch.dtype | None,
 ) -> Exception | None:
     where = f"(rank {rank})"
-    if fault := find_choice_fault("attention", "method", method, rank, ("auto", *METHODS)):
+    if isinstance(method, tuple):
+        if method not in list(TWO_LEVELS):
+            known = " or ".join(map(str, TWO_LEVELS))
+            return ValueError(f"attention: method {show(method)} is not {known}, for inner and outer ranks {where}")
+    elif fault := find_choice_fault("attention", "method", method, rank, ("auto", *METHODS)):
         return fault
     if backward is not None and (
         find_choice_fault("attention", "backward", backward, rank, ("ring",))
