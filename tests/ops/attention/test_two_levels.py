@@ -11,7 +11,7 @@ import torch
 from ranks import errors_of
 from test_attention import NAMES, bounds_of, faults, lengths_of
 from test_attention import run as attend
-from test_attention_reference import Case, problem, slice_of
+from test_attention_reference import Case, distance, problem, slice_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from worlds import every, virtual_world
@@ -20,7 +20,7 @@ import weft
 from weft.ops.attention import attention
 from weft.ops.attention.distributed import TWO_LEVELS
 from weft.ops.attention.heads import deal_heads
-from weft.ops.sequence.layout import LAYOUTS
+from weft.ops.sequence.layout import LAYOUTS, TokenRun
 from weft.world.launch import ProcessWorld
 
 MESHES = [(2, 2), (2, 3), (3, 2), (4, 2)]
@@ -54,6 +54,36 @@ def test_every_combination(kind: str, layout: str, mesh: tuple[int, int], method
 
     found = [fault for rank in virtual_world(size).run(program).results for fault in rank]
     assert not found, "\n".join(found[:5])
+
+
+def chunks(lengths: tuple[int, ...], layout: str) -> tuple[TokenRun, ...]:
+    """Runs of at most two tokens, dealt in turn; a rank's later ones lie before its earlier ones."""
+    left, runs, rank, offset = list(lengths), [], 0, 0
+    while any(left):
+        length = min(2, left[rank])
+        left[rank] -= length
+        runs.append(TokenRun(rank, left[rank], length, offset))
+        rank, offset = (rank + 1) % len(lengths), offset + length
+    return tuple(run for run in runs if run.length)
+
+
+@pytest.mark.parametrize("method", ["ulysses", *TWO_LEVELS])
+def test_many_runs_on_a_rank_in_any_order(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.ops.sequence.layout.lay_out", chunks)
+    lengths = (5, 8, 1, 0, 7, 4)
+    case = Case(sum(lengths), 6, 3, 1, True, None, (0, 11, 25))
+
+    def program(axis: weft.Axis) -> float:
+        runs = sorted((run for run in chunks(lengths, "") if run.rank == axis.rank), key=lambda run: run.start)
+        places = torch.tensor([run.offset + i for run in runs for i in range(run.length)], dtype=torch.int64)
+        q, k, v, grad = (x[:, places] for x in problem(case)[0])
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        group = axis if method == "ulysses" else levels(axis, 3)
+        out, lse = attention(*leaves, **case.options, method=method, return_lse=True, group=group)
+        found = (out, lse, *torch.autograd.grad(out, leaves, grad))
+        return max(distance(x, y[:, places]) for x, y in zip(found, problem(case)[1], strict=True))
+
+    assert max(weft.world.VirtualWorld(6).run(program).results) < 1e-10
 
 
 @pytest.mark.usefixtures("every_network")
