@@ -144,8 +144,8 @@ def find_choice_fault(
     return ValueError(f"{operation}: {name} {show(value)} is not one of {', '.join(known)}{at(rank)}")
 
 
-def the_choice(value: object, known: Iterable[str]) -> str:
-    """The word that ``value`` is: a plain string, where it is an enumeration's or numpy's."""
+def the_choice(value: object, known: Iterable[T]) -> T:
+    """The one that ``value`` is: a plain string, where it is an enumeration's or numpy's."""
     return next(word for word in known if word == value)
 
 

@@ -46,7 +46,10 @@ def run(
 ) -> dict[str, Tensor]:
     q, k, v, grad = (slice_of(x, lengths, layout, axis.rank, case.bounds).to(dtype) for x in problem(case)[0])
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    options = {"layout": layout, "group": axis, **case.options, **options}
+    where = {} if "sequence" in options else {"layout": layout, "group": axis}
+    options = {**case.options, **where, **options}
+    if "sequence" in options:
+        del options["cu_seqlens"]
     out, lse = attention(*leaves, return_lse=True, **options)
     grads = torch.autograd.grad(out, leaves, grad)
     assert out.dtype == dtype and all(g.dtype == dtype for g in grads) and lse.requires_grad

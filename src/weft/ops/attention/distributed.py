@@ -47,9 +47,21 @@ METHODS: dict[str, Method] = {
         begin_by_heads, partial(forward_by_heads, own_only), partial(backward_by_heads, own_only), moves_queries=True
     ),
 }
+TWO_LEVELS: dict[tuple[str, str], Method] = {
+    ("ulysses", name): Method(
+        begin_by_heads, partial(forward_by_heads, schedule), partial(backward_by_heads, schedule), moves_queries=True
+    )
+    for name, schedule in (("gather", gather), ("ring", ring))
+}
+NAMES: tuple[str | tuple[str, str], ...] = ("auto", *METHODS, *TWO_LEVELS)
 
 
-def resolve_method(options: Options, plan: AttentionPlan) -> str:
+def method_of(name: str | tuple[str, str]) -> Method:
+    """From either table."""
+    return METHODS[name] if isinstance(name, str) else TWO_LEVELS[name]
+
+
+def resolve_method(options: Options, plan: AttentionPlan) -> str | tuple[str, str]:
     """The method asked for; for "auto" the one that suits this plan, the same on every rank."""
     if options.method != "auto":
         return options.method
@@ -94,6 +106,7 @@ class Attention(RankFunction):
     | lengths         | a few integers, under the first local work; none if ``sequence`` is given | |
     | gather, ring    | k, v to the ranks whose queries see them | the same, and dk, dv back to their owner     |
     | ulysses         | q, k, v for heads; out (and lse) back    | grad of out (and lse) for heads; dq, dk, dv back |
+    | on two levels   | ulysses among the inner ranks, gather or ring among the outer | both                    |
 
     Kept for the backward: q, k, v, out and lse, of this rank's tokens (ulysses: of its heads), and the sinks, which
     every rank has; their gradient is this rank's part of the sum over ranks.
@@ -108,21 +121,21 @@ class Attention(RankFunction):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         call = axis.begin("attention", options, metadata=None if sequence else (q.shape[1],))
         begun: Any = None
-        begun_by: str = ""
+        begun_by: str | tuple[str, str] = ""
         if sequence is None:
             whole = None if options.mask is None else (0, options.mask.total)
             predicted = predict(axis, q.shape[1], options.layout, options.cu_seqlens or whole)
             if predicted is not None:
                 plan = options.plan(predicted)
                 begun_by = resolve_method(options, plan)
-                begun = METHODS[begun_by].begin(options, call, plan, q, k, v)
+                begun = method_of(begun_by).begin(options, call, plan, q, k, v)
             sequence = resolve("attention", call, axis, options.layout, options.cu_seqlens)
             if fault := find_mask_fault(options.mask, sequence.lengths):
                 raise fault
         plan = options.plan(sequence)
         method = resolve_method(options, plan)
         begun = begun if method == begun_by else None
-        out, lse, saved = METHODS[method].forward(options, call, plan, q, k, v, begun, sinks)
+        out, lse, saved = method_of(method).forward(options, call, plan, q, k, v, begun, sinks)
         ties = () if saved[0] is q else (tie(x) for x in (q, k, v) if x.requires_grad)
         ctx.save_for_backward(sinks, *saved, *ties)
         ctx.axis = axis
@@ -133,7 +146,7 @@ class Attention(RankFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         options, plan, method, count, number = ctx.how
-        tells = options.return_lse and METHODS[method].moves_queries
+        tells = options.return_lse and method_of(method).moves_queries
         told = (int(grad_lse is not None),) if tells else None
         call = ctx.axis.begin("attention.backward", options, metadata=told, of=number)
         sinks, *saved = ctx.saved_tensors[: count + 1]
@@ -142,7 +155,7 @@ class Attention(RankFunction):
             grad = saved[0].new_zeros(*shape, saved[2].shape[3])
         if grad_lse is None and tells and any(has for (has,) in call.metadata.wait()):
             grad_lse = saved[4].new_zeros(shape)
-        *grads, dsinks = METHODS[method].backward(options, call, plan, tuple(saved), grad, grad_lse, sinks)
+        *grads, dsinks = method_of(method).backward(options, call, plan, tuple(saved), grad, grad_lse, sinks)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         of_tokens = (x.to(saved[0].dtype) if need else None for x, need in wanted)
         return (*of_tokens, None, None, None, None if dsinks is None else dsinks.to(sinks.dtype))

@@ -19,11 +19,12 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.compiled import Shape, traceable
-from weft.ops.attention.distributed import METHODS, Attention
+from weft.ops.attention.distributed import METHODS, NAMES, TWO_LEVELS, Attention
 from weft.ops.attention.gather import find_strides_fault
 from weft.ops.attention.plan import Options, find_mask_fault
 from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
 from weft.ops.sequence.mask import Mask
+from weft.parallel.levels import all_ranks, count_inner_ranks
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **others: Any) -> list[Shape]:
@@ -40,7 +41,8 @@ def _arrange(outs: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ...,
-    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
+    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ...,
+    method: str | tuple[str, str] = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[False] = ...,
     sequence: Sequence | None = ..., mask: Mask | None = ..., group: Any = ...,
@@ -51,7 +53,8 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | None = ..., scale: float | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ...,
-    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ..., method: str = ...,
+    window: tuple[int, int] | None = ..., cu_seqlens: Tensor | None = ..., layout: str | None = ...,
+    method: str | tuple[str, str] = ...,
     strides: tuple[int, ...] | None = ..., backward_strides: tuple[int, ...] | None = ..., backward: str | None = ...,
     grad_dtype: torch.dtype | None = ..., return_lse: Literal[True],
     sequence: Sequence | None = ..., mask: Mask | None = ..., group: Any = ...,
@@ -71,7 +74,7 @@ def attention(
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
     layout: str | None = None,
-    method: str = "auto",
+    method: str | tuple[str, str] = "auto",
     strides: tuple[int, ...] | None = None,
     backward_strides: tuple[int, ...] | None = None,
     backward: str | None = None,
@@ -119,6 +122,9 @@ def attention(
     - "ring": the same keys and values from neighbour to neighbour, all heads at once; dK and dV straight home.
     - "ulysses": q, k, v and out, heads for sequence. A rank has at most H / P heads, rounded up; a key/value head goes
       to every rank that has some of its query heads.
+    - ("ulysses", "gather"), ("ulysses", "ring"): on two levels. Inner ranks exchange heads for sequence, and over the
+      outer ranks the keys and values of these heads travel. ``group`` is then a 2-D DeviceMesh (outer, inner), or
+      (all ranks, inner ranks); with ``sequence``, too. Tokens lie on the ranks of the flattened mesh, in any layout.
     - "auto": gather or ulysses, the one with fewer bytes, unless the other is better in balance.
 
     ``grad_dtype`` is what dK and dV are on the way: None for fp32 (fp64 for fp64; with ulysses, where only those of a
@@ -129,6 +135,10 @@ def attention(
     >>> attention(q, kv, kv, causal=True).shape
     torch.Size([1, 10, 4, 8])
     """
+
+    levels = group
+    if isinstance(method, tuple):
+        group = None if isinstance(sequence, Sequence) else all_ranks(group)
 
     def read_options(axis: Axis) -> Options | Exception:
         """What the ranks must have in common; or the first thing wrong with this rank's arguments."""
@@ -147,6 +157,9 @@ def attention(
             or (None if sinks is None else _find_sinks_fault(rank, q, sinks))
         )
         leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+        inner = count_inner_ranks(name, axis, levels) if fault is None and isinstance(method, tuple) else 0
+        if isinstance(inner, Exception):
+            return inner
         return fault or Options(
             q=(q.shape[0], *q.shape[2:]),
             kv_heads=k.shape[2],
@@ -158,7 +171,7 @@ def attention(
             cu_seqlens=where[1],
             layout=where[0],
             lengths=None if sequence is None else sequence.lengths,
-            method=the_choice(method, ("auto", *METHODS)),
+            method=the_choice(method, NAMES),
             strides=None if strides is None else tuple(int(stride) for stride in strides),
             backward_strides=None if backward_strides is None else tuple(int(stride) for stride in backward_strides),
             backward=None if backward is None else "ring",
@@ -169,6 +182,7 @@ def attention(
             value_size=v.shape[3],
             softcap=0.0 if softcap is None else float(softcap),
             mask=mask,
+            inner=inner,
         )
 
     axis, options = read_on_axis("attention", group, sequence, read_options)
@@ -245,14 +259,18 @@ def _find_window_fault(rank: int, window: object) -> Exception | None:
 def _find_method_fault(
     rank: int,
     kv_heads: int,
-    method: str,
+    method: object,
     strides: object,
     backward_strides: object,
     backward: str | None,
     grad_dtype: torch.dtype | None,
 ) -> Exception | None:
     where = f"(rank {rank})"
-    if fault := find_choice_fault("attention", "method", method, rank, ("auto", *METHODS)):
+    if isinstance(method, tuple):
+        if method not in list(TWO_LEVELS):
+            known = " or ".join(map(str, TWO_LEVELS))
+            return ValueError(f"attention: method {show(method)} is not {known}, for inner and outer ranks {where}")
+    elif fault := find_choice_fault("attention", "method", method, rank, ("auto", *METHODS)):
         return fault
     if backward is not None and (
         find_choice_fault("attention", "backward", backward, rank, ("ring",))

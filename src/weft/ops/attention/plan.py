@@ -214,7 +214,7 @@ class Options:
     cu_seqlens: Bounds | None
     layout: str
     lengths: tuple[int, ...] | None  # of a sequence that was made before
-    method: str
+    method: str | tuple[str, str]
     strides: tuple[int, ...] | None
     backward_strides: tuple[int, ...] | None
     backward: str | None
