@@ -78,7 +78,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (8, 5), (5, 12)])
+@pytest.mark.parametrize("dims", [(8, 5), *(pytest.param(dims, marks=pytest.mark.slow) for dims in ((8, 8), (5, 12)))])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_windows_documents_sinks_and_gradients_of_lse(name: str, dims: tuple[int, int]) -> None:
     """Half precision on 3 ranks of a device, against the same numbers in fp32 on the CPU."""

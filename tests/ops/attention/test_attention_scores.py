@@ -162,7 +162,8 @@ def check(kind: Kind, size: int, method: str, splits: list[tuple[str, str]]) -> 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_three_ranks(kind: str, method: str) -> None:
-    check(KINDS[kind], 3, method, [("uneven", "zigzag"), ("missing", "contiguous")])
+    split = [("uneven", "zigzag"), ("missing", "contiguous")][list(KINDS).index(kind) % 2]
+    check(KINDS[kind], 3, method, [split])
 
 
 @pytest.mark.slow
