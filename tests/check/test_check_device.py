@@ -50,7 +50,10 @@ def test_operations_over_a_sequence_are_right(run_check: Check) -> None:
     """Each has a row; in attention and scans the host never waits, and messages have streams of their own."""
     status, said, rows = run_check("--device", "sim", "--only", "scan", "attention")
     assert status == 0, said
-    assert len(rows) == 6 * 2 + 3 * 2 * 3 and "verdict: right: 30 operations: 2 ranks on sim" in said.splitlines()[-1]
+    assert (
+        len(rows) == 6 * 2 + 3 * 2 * 3 + 3 * 2
+        and "verdict: right: 36 operations: 2 ranks on sim" in said.splitlines()[-1]
+    )
     for row in rows:
         assert row["verdict"] == "right" and row["error"] <= row["tolerance"] and row["operation"] in said
         assert row["syncs"] == 0 and row["streams"] > 1 and row["milliseconds"] is None

@@ -133,6 +133,9 @@ def attention_cases() -> Iterator[Case]:
     for method, layout, dtype in product(ATTENTION_METHODS, LAYOUTS, dtypes):
         name = call_name("attention", method, layout, dtype_name(dtype))
         yield Case("attention", name, partial(_attention, method, layout, dtype), dtype)
+    for kind, dtype in product(("documents", "window", "softcap"), (torch.float32, torch.bfloat16)):
+        name = call_name("attention", kind, dtype_name(dtype))
+        yield Case("attention", name, partial(_attention_of, kind, dtype), dtype)
 
 
 def _attention(method: str, layout: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
@@ -145,3 +148,24 @@ def _attention(method: str, layout: str, dtype: torch.dtype, axis: Axis, device:
     return lambda: with_gradients(
         lambda: weft.attention(*given, causal=True, method=method, sequence=where), given, weight
     )
+
+
+def _attention_of(kind: str, dtype: torch.dtype, axis: Axis, device: torch.device) -> Work:
+    """With sinks, values of another size than keys, and lse in the loss; in zigzag."""
+    total = TOKENS * axis.size
+    shapes = [(1, total, 4, DIM), (1, total, 2, DIM), (1, total, 2, DIM - 8), (1, total, 4, DIM - 7)]
+    whole = [draw(seed, *shape, dtype=dtype) for seed, shape in enumerate(shapes)]
+    *cut, weight = (weft.shard(x, 1, layout="zigzag", group=axis) for x in whole)
+    given, weight = leaves([*cut, draw(9, 4, dtype=dtype)], device), weight.to(device)
+    bounds = [0, total // 7, total // 3, total // 3 + 1, total] if kind == "documents" else None
+    where = weft.sequence(cut[0].shape[1], layout="zigzag", cu_seqlens=bounds, group=axis)
+    window, softcap = (TOKENS // 3, 0) if kind == "window" else None, 2.0 if kind == "softcap" else None
+
+    def work() -> Tensor:
+        q, k, v, sinks = given
+        out, lse = weft.attention(
+            q, k, v, causal=True, window=window, softcap=softcap, sinks=sinks, return_lse=True, sequence=where
+        )
+        return torch.cat([out, lse[..., None].to(dtype)], 3)
+
+    return lambda: with_gradients(work, given, weight)

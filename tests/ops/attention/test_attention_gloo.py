@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import test_attention_scores as scores
 import torch
 import torch.distributed as dist
 from ranks import two_by_two
@@ -41,6 +42,32 @@ def every_method(axis: weft.Axis, size: int) -> list[str]:
 def test_every_method_mask_and_layout(pool: ProcessWorld, size: int) -> None:
     found = [fault for rank in pool.run(every_method, size) for fault in rank]
     assert not found, "\n".join(found[:5])
+
+
+def every_kind_of_scores(axis: weft.Axis, size: int, lengths: tuple[int, ...], method: str) -> list[dict[str, Tensor]]:
+    group = dist.new_group(range(size))
+    if axis.rank >= size:
+        return []
+    return [
+        scores.run(weft.Axis.of(group), case, kind, lengths, "zigzag", torch.float64, method=method)
+        for case, kind in scores_on(size)
+    ]
+
+
+def scores_on(size: int) -> list[tuple[Case, scores.Kind]]:
+    total = 7 * size - 1
+    masks = [{"causal": True}, {"window": (3, 2)}, {"causal": True, "bounds": (0, 2, 2, total // 2, total)}]
+    return [(Case(total, 8, 4, 1, **mask), kind) for mask in masks for kind in scores.KINDS.values()]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_kind_of_scores(pool: ProcessWorld, size: int, method: str) -> None:
+    lengths = (*[7] * (size - 1), 6)
+    by_rank = pool.run(every_kind_of_scores, size, lengths, method)[:size]
+    for number, (case, kind) in enumerate(scores_on(size)):
+        found = scores.faults(case, kind, lengths, "zigzag", [results[number] for results in by_rank])
+        assert not found, "\n".join(found[:5])
 
 
 def inputs(seed: int) -> dict[str, Tensor]:

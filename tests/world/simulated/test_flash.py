@@ -94,6 +94,23 @@ def test_cumulative_lengths(causal: bool, left: int | None, right: int | None) -
         torch.testing.assert_close(one.cpu().float(), leaf.grad, atol=5e-2, rtol=5e-2)
 
 
+def test_a_side_without_a_limit_beside_one_is_as_many_keys() -> None:
+    """Too few for the first of many queries, as in CUDA's: they see what a right of 4 keys shows, not all."""
+    q, k = (torch.randn(1, n, 1, 8, device="sim", dtype=torch.float16) for n in (9, 4))
+    found = [
+        _aten._flash_attention_forward(q, k, k, None, None, 9, 4, 0.0, False, False, **sides)[0].cpu()
+        for sides in (
+            {"window_size_left": 2},
+            {"window_size_left": 2, "window_size_right": 3},
+            {"window_size_left": 2, "window_size_right": 4},
+            {"window_size_right": 4},
+            {},
+        )
+    ]  # fmt: skip
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])  # 4 sides are none, and none is 4
+    assert torch.equal(found[3], found[4]) and not found[0][0, :1].any() and found[4][0, :1].any()
+
+
 def test_rows_beyond_the_longest_are_not_written() -> None:
     q = torch.randn(6, 1, 8, device="sim", dtype=torch.float16)
     ends = torch.tensor([0, 2, 6], dtype=torch.int32, device="sim")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call
-from weft.ops.attention.kernels import attend_block, attend_block_backward
+from weft.ops.attention.flash_calls import FlashCall, calls_of
+from weft.ops.attention.kernels import attend_block, attend_block_backward, takes_flash
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
-from weft.ops.attention.plan import AttentionPlan, Options
+from weft.ops.attention.plan import AttentionPlan, Block, Options
 
 KVSchedule = Callable[[KVExchange], Iterator[KVBlock]]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of q, k, v and the sinks
@@ -41,18 +42,29 @@ class PartialResult:
         heads, out, lse = block.query_heads, self.out, self.lse
         fresh = not any(self.touched[heads])
         self.touched[heads] = [True] * (heads.stop - heads.start)
-        for tile, pieces in self.plan.blocks(rank, block.spans):
-            rows = slice(tile.start, tile.start + tile.length)
-            queries = q[:, rows, heads].transpose(1, 2)
-            for number, piece in enumerate(pieces):
-                cut = slice(piece.at, piece.at + piece.length)
-                keys, values = block.keys[:, :, cut], block.values[:, :, cut]
-                part, part_lse = attend_block(queries, keys, values, piece, options.scale, options.softcap)
-                part, part_lse = part.transpose(1, 2), part_lse.transpose(1, 2)
-                if fresh and tile.first and number == 0:
-                    out[:, rows, heads], lse[:, rows, heads] = part, part_lse
-                else:
-                    merge_into(out[:, rows, heads], lse[:, rows, heads], part, part_lse)
+        flash = takes_flash(q, block.values, options.softcap, of_lse=False)
+        for rows, cut, piece, first in _work(self.plan, rank, block, flash, len(q) == 1):
+            queries, keys, values = q[:, rows, heads].transpose(1, 2), block.keys[:, :, cut], block.values[:, :, cut]
+            part, part_lse = attend_block(queries, keys, values, piece, options.scale, options.softcap)
+            part, part_lse = part.transpose(1, 2), part_lse.transpose(1, 2)
+            if fresh and first:
+                out[:, rows, heads], lse[:, rows, heads] = part, part_lse
+            else:
+                merge_into(out[:, rows, heads], lse[:, rows, heads], part, part_lse)
+
+
+def _work(
+    plan: AttentionPlan, rank: int, block: KVBlock, flash: bool, several: bool
+) -> Iterator[tuple[slice, slice, Block | FlashCall, bool]]:
+    """(queries, keys, what a kernel computes of them, whether it is the first with any of these queries)."""
+    if flash:
+        for call in calls_of(plan, rank, block.spans, several):
+            yield call.rows, call.keys, call, call.first
+        return
+    for tile, pieces in plan.blocks(rank, block.spans):
+        for number, piece in enumerate(pieces):
+            rows, keys = slice(tile.start, tile.start + tile.length), slice(piece.at, piece.at + piece.length)
+            yield rows, keys, piece, tile.first and number == 0
 
 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -112,19 +124,17 @@ def backward_by_blocks(
     for block in schedule(kv):
         assert block.grad_keys is not None and block.grad_values is not None
         heads = block.query_heads
-        for tile, pieces in plan.blocks(call.rank, block.spans):
-            rows = slice(tile.start, tile.start + tile.length)
+        flash = takes_flash(q, v, options.softcap, grad_lse is not None)
+        for rows, cut, piece, _ in _work(plan, call.rank, block, flash, len(q) == 1):
             mine = [x[:, rows, heads].transpose(1, 2) for x in (grad, q, out, lse)]
             mine_lse = None if grad_lse is None else grad_lse[:, rows, heads].transpose(1, 2)
-            for piece in pieces:
-                cut = slice(piece.at, piece.at + piece.length)
-                keys, values = block.keys[:, :, cut], block.values[:, :, cut]
-                dq_part, dk_part, dv_part = attend_block_backward(
-                    mine[0], mine_lse, mine[1], keys, values, mine[2], mine[3], piece, options.scale, options.softcap
-                )
-                dq[:, rows, heads].add_(dq_part.transpose(1, 2))
-                block.grad_keys[:, :, cut].add_(dk_part)
-                block.grad_values[:, :, cut].add_(dv_part)
+            keys, values = block.keys[:, :, cut], block.values[:, :, cut]
+            dq_part, dk_part, dv_part = attend_block_backward(
+                mine[0], mine_lse, mine[1], keys, values, mine[2], mine[3], piece, options.scale, options.softcap
+            )
+            dq[:, rows, heads].add_(dq_part.transpose(1, 2))
+            block.grad_keys[:, :, cut].add_(dk_part)
+            block.grad_values[:, :, cut].add_(dv_part)
     return dq, dk, dv, None if sinks is None else _sinks_backward(grad, grad_lse, out, lse, sinks)
 
 

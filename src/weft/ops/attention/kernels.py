@@ -6,7 +6,8 @@ h is a multiple of w, strides are any. A score is scale * q.k, capped: softcap *
 | device | inputs                      | kernel                                                           |
 |--------|-----------------------------|------------------------------------------------------------------|
 | CPU    | scores without a cap        | ATen's flash operator for CPUs, in fp32 for half precision       |
-| device | half precision, no cap      | ATen's flash operators, where they have the block: `on_device`   |
+| device | half precision, no cap, at  | ATen's flash operators: `on_device`, several blocks in a call    |
+|        | most 256 numbers in a head  | (`flash_calls`)                                                  |
 | any    | all else                    | products by `tiles` of bounded memory                            |
 
 Fused operators have one head size for keys and values: zeros at the end of the smaller change no score and no sum, and
@@ -26,6 +27,7 @@ from torch.nn.functional import pad
 
 from weft.comm.device import runs_behind
 from weft.ops.attention import on_device, tiles
+from weft.ops.attention.flash_calls import FlashCall
 from weft.ops.attention.masks import HALVES, band_mask
 from weft.ops.attention.plan import Block
 
@@ -35,20 +37,18 @@ _aten = torch.ops.aten
 
 
 def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, softcap: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, block: Block | FlashCall, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries over the block's keys alone; lse is -inf where a query sees none of them."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    size, behind = max(q.shape[3], v.shape[3]), runs_behind(q.device)
-    if softcap or (behind and not on_device.has_flash(q, block, size)):
+    if isinstance(block, Block) and (softcap or runs_behind(q.device)):
         return tiles.attend(q, k, v, block, scale, softcap)
-    kept = v.shape[3]
-    if not behind:
-        q, k, v = _prepare(q, k, v)
-    q, k, v = (_widen(x, size) for x in (q, k, v))
-    if behind:
+    kept, size = v.shape[3], _one_size(q, v, False)
+    if isinstance(block, FlashCall):
+        q, k, v = (_widen(x, size) for x in (q, k, v))
         out, lse = on_device.attend(q, k, v, block, scale)
         return out[..., :kept], lse
+    q, k, v = (_widen(x, size) for x in _prepare(q, k, v))
     mask, fully_masked = band_mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
@@ -57,24 +57,21 @@ def attend_block(
 
 
 def attend_block_backward(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
-    scale: float, softcap: float = 0.0,
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    block: Block | FlashCall, scale: float, softcap: float = 0.0,
 ) -> Triple:  # fmt: skip
     """(dq, dk, dv) of the block's scores. ``out`` and ``lse`` are those over all keys, which makes it exact."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    size, behind = max(q.shape[3], v.shape[3]), runs_behind(q.device)
-    if grad_lse is not None:
-        size = max(size, -(-(v.shape[3] + 1) // 8) * 8)
-    if softcap or (behind and not on_device.has_flash(q, block, size)):
+    if isinstance(block, Block) and (softcap or runs_behind(q.device)):
         return tiles.attend_backward(grad, grad_lse, q, k, v, out, lse, block, scale, softcap)
-    sizes = q.shape[3], k.shape[3], v.shape[3]
-    if not behind:
+    sizes, size = (q.shape[3], k.shape[3], v.shape[3]), _one_size(q, v, grad_lse is not None)
+    if isinstance(block, Block):
         grad, q, k, v, out = _prepare(grad, q, k, v, out)
     if grad_lse is not None:
         column = -grad_lse[..., None].to(grad.dtype)
         grad, out = torch.cat([grad, column], 3), torch.cat([out, torch.ones_like(column)], 3)
     grad, q, k, v, out = (_widen(x, size) for x in (grad, q, k, v, out))
-    if behind:
+    if isinstance(block, FlashCall):
         found = on_device.attend_backward(grad, q, k, v, out, lse, block, scale)
     else:
         mask = band_mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
@@ -83,6 +80,17 @@ def attend_block_backward(
         )
     dq, dk, dv = (x[..., :kept] for x, kept in zip(found, sizes, strict=True))
     return dq, dk, dv
+
+
+def takes_flash(q: Tensor, v: Tensor, softcap: float, of_lse: bool) -> bool:
+    """Whether a device's flash operators have such scores; ``of_lse``: in a backward with a gradient of lse."""
+    fits = _one_size(q, v, of_lse) <= on_device.LARGEST_HEAD
+    return runs_behind(q.device) and q.dtype in HALVES and not softcap and fits
+
+
+def _one_size(q: Tensor, v: Tensor, of_lse: bool) -> int:
+    """What vectors of keys and values are widened to, with one more column for a gradient of lse."""
+    return max(q.shape[3], -(-(v.shape[3] + 1) // 8) * 8 if of_lse else v.shape[3])
 
 
 def _widen(x: Tensor, size: int) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ class AttentionPlan:
     _blocks: dict[tuple[int, tuple[KeySpan, ...]], list[tuple[QueryTile, list[Block]]]] = field(default_factory=dict)
     _ranges: dict[tuple[int, int], Ranges] = field(default_factory=dict)
     _visible: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    flash_calls: dict[tuple[int, tuple[KeySpan, ...], bool], Any] = field(default_factory=dict)  # see `flash_calls`
 
     @property
     def size(self) -> int:

@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from weft.comm.device import runs_behind
 from weft.ops.attention.masks import band_mask
 from weft.ops.attention.plan import UNLIMITED, Block
 
@@ -68,7 +67,7 @@ def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice, s
     (batch, heads, queries, _), (_, kv_heads, many, _) = q.shape, k.shape
     if block.kind == "causal":
         block = replace(block, kind="band", shift=0, left=UNLIMITED, right=0)
-    most = SCORES if runs_behind(q.device) else SCORES_ON_CPU
+    most = SCORES_ON_CPU if q.device.type == "cpu" else SCORES
     row = batch * heads // kv_heads * many  # scores of a query of one key/value head
     width = min(kv_heads, max(1, most // (row * min(queries, ROWS))))
     step = max(1, most // (row * width))

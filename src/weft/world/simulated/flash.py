@@ -3,7 +3,8 @@
     query, key, value   [batch, length, heads, size]; with cumulative lengths [tokens, heads, size]
     logsumexp           [batch, heads, length]; with cumulative lengths [heads, tokens]; inf where a row sees nothing
     window              keys within ``left`` before and ``right`` after, counted from the diagonal that ends in the last
-                        query and the last key; ``is_causal`` is a right of 0
+                        query and the last key; ``is_causal`` is a right of 0. A side of at least ``max_k`` is none, and
+                        beside a side that limits one that does not is ``max_k``, also where that is too little
 
 With cumulative lengths the kernel's grid covers ``max_q`` rows of each sequence: rows beyond it are not written,
 here NaN. Dropout, ALiBi, paged keys and used lengths are not emulated.
@@ -63,9 +64,12 @@ def _check_arguments(
         raise NotImplementedError("dropout of flash attention is not emulated")
 
 
-def _window(causal: bool, left: int | None, right: int | None) -> Window:
-    ends = [-1 if end is None or end < 0 else end for end in (left, right)]
-    return ends[0], 0 if causal else ends[1]
+def _window(causal: bool, left: int | None, right: int | None, max_k: int) -> Window:
+    ends = [-1 if end is None or not 0 <= end < max_k else end for end in (left, right)]
+    left, right = ends[0], 0 if causal else ends[1]
+    if left < 0 <= right:
+        return max_k, right
+    return left, max_k if right < 0 <= left else right
 
 
 def _visible(rows: int, columns: int, window: Window) -> Tensor:
@@ -111,7 +115,7 @@ def flash_forward(
     _refuse(more)
     scale, window = (
         query.shape[-1] ** -0.5 if scale is None else scale,
-        _window(is_causal, window_size_left, window_size_right),
+        _window(is_causal, window_size_left, window_size_right, max_k),
     )
     out = torch.full_like(query, math.nan, memory_format=torch.contiguous_format)
     tokens, heads = query.shape[-3], query.shape[-2]
@@ -146,7 +150,7 @@ def flash_backward(
     _check(lse.is_contiguous(), "softmax_lse is read as contiguous memory")  # CUDA's reads on, and does not say so
     scale, window = (
         query.shape[-1] ** -0.5 if scale is None else scale,
-        _window(is_causal, window_size_left, window_size_right),
+        _window(is_causal, window_size_left, window_size_right, max_k),
     )
     dq, dk, dv = (torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (query, key, value))
     for of_q, of_k in _sequences(query, key, cum_q, cum_k):
