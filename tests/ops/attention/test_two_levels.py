@@ -20,7 +20,7 @@ import weft
 from weft.ops.attention import attention
 from weft.ops.attention.distributed import TWO_LEVELS
 from weft.ops.attention.heads import deal_heads
-from weft.ops.sequence.layout import LAYOUTS, TokenRun
+from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, TokenRun
 from weft.world.launch import ProcessWorld
 
 MESHES = [(2, 2), (2, 3), (3, 2), (4, 2)]
@@ -209,7 +209,8 @@ def on_a_mesh(axis: weft.Axis) -> list[str]:
     case = Case(sum(lengths), 6, 3, 1, True, None, (0, 8, 8, 19))
     for method, layout in itertools.product(TWO_LEVELS, LAYOUTS):
         found += faults(axis, case, lengths, layout, method=method, group=mesh)
-        known = weft.sequence(lengths[axis.rank], layout=layout, cu_seqlens=case.bounds, group=mesh._flatten())
+        size = {"local_length": lengths[axis.rank]} if layout in ANY_LENGTHS else {"total": sum(lengths)}
+        known = weft.sequence(**size, layout=layout, cu_seqlens=case.bounds, group=mesh._flatten())
         found += faults(axis, case, lengths, layout, method=method, group=mesh, sequence=known)
     for other, words in (
         (init_device_mesh("cpu", (2, 2)), "cannot be flattened without names"),
