@@ -155,7 +155,7 @@ def take(memory: Tensor, wanted: Ranges, present: Ranges, at: int = 0) -> Tensor
 
     One tensor, and so one message for each peer, whatever the mask looks like.
     """
-    places = [(at + locate(present, start), length) for start, length in wanted]
+    places = [(at + place, length) for place, length in locate(wanted, present)]
     if not places:
         return memory[:0]
     first, tokens = places[0][0], count(wanted)

@@ -128,14 +128,17 @@ def unite(parts: Iterable[Ranges]) -> Ranges:
     return tuple((low, high - low) for low, high in joined)
 
 
-def locate(ranges: Ranges, start: int) -> int:
-    """Where a token of the owner lies in memory that holds ``ranges`` one after the other."""
-    at = 0
-    for first, length in ranges:
-        if first <= start < first + length:
-            return at + start - first
-        at += length
-    raise AssertionError(f"token {start} is not in {ranges}")
+def locate(wanted: Ranges, present: Ranges) -> list[Range]:
+    """Where ``wanted`` lies in memory that holds ``present``, which has all of it, one after the other."""
+    found: list[Range] = []
+    number = at = 0
+    for start, length in wanted:
+        while sum(present[number]) <= start:
+            at += present[number][1]
+            number += 1
+        assert present[number][0] <= start and start + length <= sum(present[number]), f"{wanted} is not in {present}"
+        found.append((at + start - present[number][0], length))
+    return found
 
 
 def count(ranges: Ranges) -> int:
