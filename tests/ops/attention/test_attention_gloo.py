@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import test_attention_scores as scores
@@ -35,6 +36,8 @@ def every_method(axis: weft.Axis, size: int) -> list[str]:
         case = Case(total, 8, 4, 1, causal, window, bounds)
         for options in (*({"method": method} for method in METHODS), {"method": "gather", "backward": "ring"}):
             found += faults(weft.Axis.of(group), case, lengths, layout, **options)
+        uneven = replace(case, heads=3, kv_heads=1)  # with 4 ranks one has no head
+        found += faults(weft.Axis.of(group), uneven, lengths, layout, method="ulysses")
     return found
 
 
