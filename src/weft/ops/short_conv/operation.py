@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.arguments import find_choice_fault, find_flag_fault, find_tensor_fault, the_choice
 from weft.comm.compiled import Shape, traceable
+from weft.ops.scan.arguments import with_state
 from weft.ops.sequence.layout import DTYPES, Bounds, Sequence, count_documents, read_on_axis, read_sequence
 from weft.ops.short_conv.distributed import Options, ShortConv
 
@@ -27,11 +28,7 @@ def _shapes(
     return [y, ((count_documents(x.shape[0], cu_seqlens, sequence), x.shape[2], weight.shape[1] - 1), x.dtype)]
 
 
-def _arrange(outs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    return outs[0], outs[1] if len(outs) > 1 else None
-
-
-@traceable(_shapes, _arrange)
+@traceable(_shapes, with_state)
 def short_conv(
     x: Tensor,
     weight: Tensor,
