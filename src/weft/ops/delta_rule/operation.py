@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
+from weft.comm import Axis, Pending
 from weft.comm.compiled import traceable
 from weft.comm.function import RankFunction
 from weft.ops.delta_rule.backward import ChunkBackward
@@ -106,14 +107,9 @@ def delta_rule(
 
     axis, options = read_on_axis("delta_rule", group, sequence, read_options)
     kernels = given.choose_backend(options)
-    if kernels != "torch" or not second_rank_waits(options, axis, sequence):
-        o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence, kernels, False)
-        return o, final
-    outs = [
-        DeltaRule.apply(x.q, x.k, x.v, x.beta, x.g, initial, part, axis, sequence, kernels, True)[0]
-        for part, x, initial in cut_heads(options, Inputs(q, k, v, beta, g), initial_state)
-    ]
-    return torch.cat(outs, 2), None
+    waits = kernels == "torch" and second_rank_waits(options, axis, sequence)
+    o, final = DeltaRule.apply(q, k, v, beta, g, initial_state, options, axis, sequence, kernels, waits)
+    return o, final
 
 
 def _find_gate_fault(q: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, place: str) -> Exception | None:
@@ -147,62 +143,103 @@ class DeltaRule(RankFunction):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial: Tensor | None,
         options: Options, axis: Axis, sequence: Sequence | None, backend: str, waits: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        batch, inputs = q.shape[0], Inputs(q, k, v, beta, g)
-        start = None if initial is None else initial.detach().to(torch.promote_types(q.dtype, torch.float32))
-
-        def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward | WaitingForward]:
-            return [
-                WaitingForward(inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size)
-                if waits and _enters(run) else
-                FORWARD[backend](
-                    inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size,
-                    _rows_of(start, run, batch), _enters(run), any(one.path.size > 1 for one in run.segments),
-                )
-                for run in plan.runs
-            ]  # fmt: skip
-
-        done = run_forward(options, axis, sequence, q.shape[1], q.device, work_on, None)
-        kernels, plan = done.kernels, done.plan
-        outs = [kernel.finish(state) for kernel, state in zip(kernels, done.entering, strict=True)]
-        states = [
-            state if _enters(run) else _rows_of(start, run, batch)
-            for state, run in zip(done.entering, plan.runs, strict=True)
-        ]
-        transitions, lefts = [kernel.maps[0] for kernel in kernels], [kernel.left for kernel in kernels]
-        ctx.save_for_backward(q, k, v, beta, g, initial, *states, *transitions, *lefts)
+        whole, outs, kept, hows = Inputs(q, k, v, beta, g), list[Tensor](), list[Tensor | None](), []
+        for part, inputs, start in cut_heads(options, whole, initial) if waits else [(options, whole, initial)]:
+            o, saved, how, final = _go_forward(part, inputs, start, axis, sequence, backend, waits)
+            outs.append(o)
+            kept += saved
+            hows.append(how)
+        ctx.save_for_backward(q, k, v, beta, g, initial, *kept)
         ctx.axis = axis
-        ctx.how = options, (plan, done.method, done.number), backend, waits
+        ctx.how = options, hows, backend, waits
         ctx.set_materialize_grads(False)
-        return join_runs(outs), None if done.final is None else done.final.wait()
+        return _join(outs), None if final is None else final.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, beta, g, initial, *kept = ctx.saved_tensors
-        options, how, backend, waits = ctx.how
-        inputs, runs = Inputs(q, k, v, beta, g), how[0].runs
-        do = torch.zeros_like(v) if grad_o is None else grad_o
-        count = len(runs)
+        options, hows, backend, waits = ctx.how
+        whole, do = Inputs(q, k, v, beta, g), torch.zeros_like(v) if grad_o is None else grad_o
+        parts = list(cut_heads(options, whole, initial)) if waits else [(options, whole, initial)]
+        grads = do.split([inputs.v.shape[2] for _, inputs, _ in parts], 2)
+        count, found = len(kept) // len(parts), []
+        for number, (part, inputs, start) in enumerate(parts):
+            saved = kept[number * count : (number + 1) * count]
+            wanted = start if ctx.needs_input_grad[5] else None
+            how = hows[number], ctx.axis, backend, waits
+            found.append(_go_backward(part, inputs, wanted, saved, *how, grads[number], grad_final))
+        dq, dk, dv, dbeta, dg, starts = zip(*found, strict=True)
+        return (
+            _join(dq), _join(dk), _join(dv), _join(dbeta), None if g is None else _join(dg),
+            _join(starts, 1) if ctx.needs_input_grad[5] else None, None, None, None, None, None,
+        )  # fmt: skip
 
-        def work() -> list[ChunkBackward | FusedBackward]:
-            return [
-                WaitingBackward(
-                    inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state, do[:, run.tokens]
-                )
-                if waits and _enters(run) else
-                BACKWARD[backend](
-                    inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state,
-                    do[:, run.tokens], left, transition,
-                )
-                for run, state, transition, left in zip(
-                    runs, kept[:count], kept[count : 2 * count], kept[2 * count :], strict=True
-                )
-            ]  # fmt: skip
 
-        wanted = initial if ctx.needs_input_grad[5] else None
-        grads, start = run_backward(options, ctx.axis, how, q.device, work, grad_final, wanted)
-        dq, dk, dv, dbeta = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:4])
-        gates = [grad[4] for grad in grads if grad[4] is not None]
-        return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start, None, None, None, None, None
+def _join(parts: Items[Tensor], dim: int = 2) -> Tensor:
+    """What groups of heads gave."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+How = tuple[SequencePlan, str, int]  # plan, method and number of a forward
+
+
+def _go_forward(
+    options: Options, inputs: Inputs, initial: Tensor | None, axis: Axis, sequence: Sequence | None, backend: str,
+    waits: bool,
+) -> tuple[Tensor, list[Tensor | None], How, Pending[Tensor] | None]:  # fmt: skip
+    """o of these heads, what their backward needs, and the final states on their way, if asked for."""
+    batch = inputs.q.shape[0]
+    start = None if initial is None else initial.detach().to(torch.promote_types(inputs.q.dtype, torch.float32))
+
+    def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward | WaitingForward]:
+        return [
+            WaitingForward(inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size)
+            if waits and _enters(run) else
+            FORWARD[backend](
+                inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size,
+                _rows_of(start, run, batch), _enters(run), any(one.path.size > 1 for one in run.segments),
+            )
+            for run in plan.runs
+        ]  # fmt: skip
+
+    done = run_forward(options, axis, sequence, inputs.q.shape[1], inputs.q.device, work_on, None)
+    kernels, plan = done.kernels, done.plan
+    outs = [kernel.finish(state) for kernel, state in zip(kernels, done.entering, strict=True)]
+    states = [
+        state if _enters(run) else _rows_of(start, run, batch)
+        for state, run in zip(done.entering, plan.runs, strict=True)
+    ]
+    kept = [*states, *(kernel.maps[0] for kernel in kernels), *(kernel.left for kernel in kernels)]
+    return join_runs(outs), kept, (plan, done.method, done.number), done.final
+
+
+def _go_backward(
+    options: Options, inputs: Inputs, initial: Tensor | None, kept: Items[Tensor | None], how: How, axis: Axis,
+    backend: str, waits: bool, do: Tensor, grad_final: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of these heads' inputs and of ``initial``."""
+    runs = how[0].runs
+    count = len(runs)
+
+    def work() -> list[ChunkBackward | FusedBackward]:
+        return [
+            WaitingBackward(
+                inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state, do[:, run.tokens]
+            )
+            if waits and _enters(run) else
+            BACKWARD[backend](
+                inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size, state,
+                do[:, run.tokens], left, transition,
+            )
+            for run, state, transition, left in zip(
+                runs, kept[:count], kept[count : 2 * count], kept[2 * count :], strict=True
+            )
+        ]  # fmt: skip
+
+    grads, start = run_backward(options, axis, how, inputs.q.device, work, grad_final, initial)
+    dq, dk, dv, dbeta = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:4])
+    gates = [grad[4] for grad in grads if grad[4] is not None]
+    return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start
 
 
 def _enters(run: LocalRun) -> bool:
