@@ -341,6 +341,35 @@ def test_on_virtual_ranks(method: str) -> None:
     assert max(virtual_world(4).run(program).results) < 1e-12
 
 
+def test_a_second_rank_that_waits_is_compiled_too() -> None:
+    """The delta rule on two ranks: heads in groups, in one call of the graph."""
+
+    def model(x: Tensor, axis: weft.Axis) -> Tensor:
+        return weft.delta_rule(x, x, x, x[..., 0].sigmoid(), group=axis)[0]
+
+    compiled = whole(model)
+
+    def program(axis: weft.Axis) -> float:
+        x = tokens(axis.rank, torch.float64)
+        return relative(step(lambda x: compiled(x, axis), x), step(lambda x: model(x, axis), x))
+
+    assert max(virtual_world(2).run(program).results) < 1e-12
+
+
+def test_masks_sinks_and_a_gradient_of_lse_are_part_of_the_graph() -> None:
+    def model(q: Tensor, sinks: Tensor, mask: weft.Mask) -> Tensor:
+        out, lse = weft.attention(q, q, q, mask=mask, sinks=sinks, return_lse=True)
+        return out + lse.square().unsqueeze(-1)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, q = whole(model, counter), random(12, 0).unflatten(-1, (HEADS, -1))
+    for mask in (weft.Mask.tree([-1, 0, 0], [4, 4, 4]), weft.Mask.chunks(5, 12)):
+        inputs = q, torch.tensor([0.5, -1.0])
+        got = step(lambda q, sinks, mask=mask: compiled(q, sinks, mask), *inputs)
+        assert relative(got, step(lambda q, sinks, mask=mask: model(q, sinks, mask), *inputs)) < 1e-5
+    assert counter.frame_count == 1  # another mask needs no other graph
+
+
 def train(axis: weft.Axis, backend: str, kind: str) -> list[tuple[float, float]]:
     """Losses of a few steps, compiled and not. The gradients are those of all ranks."""
     group = dist.new_group(range(2))

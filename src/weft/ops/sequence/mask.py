@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from weft.comm.arguments import find_flag_fault, find_integer_fault, kind_of, read, show
+from weft.comm.opaque import Opaque
 from weft.ops.sequence.mask_slices import UNLIMITED, MaskSlice, alongside, count_pairs, find_overlap, tree_slices
 
 _NAMES, _UNSAID = MaskSlice._fields, (0, 0, 0, 0, -UNLIMITED, UNLIMITED)
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class Mask:
+class Mask(Opaque):
     """Who sees whom: for ``mask=`` of `weft.attention`, the same on every rank, in place of ``causal``.
 
     ``Mask(slices, total)`` is a mask of slices (q_start, q_stop, k_start, k_stop, low, high) over a sequence of
