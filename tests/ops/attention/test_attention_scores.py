@@ -264,3 +264,18 @@ def test_a_row_that_sees_nothing_has_its_sink() -> None:
     sinks = torch.tensor([0.5, -2.0])
     merge_into(out, lse, out.new_zeros(1), sinks.expand_as(lse))
     assert torch.equal(lse, sinks.expand(1, 2, 2)) and not out.any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks_without_a_gradient(method: str) -> None:
+    case, lengths, kind = Case(12, 4, 2, 1, causal=True), (5, 7), Kind(True)
+    given, right = problem(case, kind)
+
+    def program(axis: weft.Axis) -> float:
+        q, k, v, grad = (slice_of(given[name], lengths, "zigzag", axis.rank) for name in ("q", "k", "v", "grad"))
+        q = q.clone().requires_grad_()
+        options = {"causal": True, "scale": 0.7, "layout": "zigzag", "method": method, "group": axis}
+        (dq,) = torch.autograd.grad(attention(q, k, v, sinks=given["sinks"], **options), q, grad)
+        return distance(dq, slice_of(right["dq"], lengths, "zigzag", axis.rank))
+
+    assert max(virtual_world(2).run(program).results) < 1e-10

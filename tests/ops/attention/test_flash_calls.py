@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.ops.attention import plan as plans
-from weft.ops.attention.flash_calls import Area, plan_calls
+from weft.ops.attention.flash_calls import Area, FlashCall, plan_calls
 from weft.ops.attention.plan import UNLIMITED, AttentionPlan, plan_attention
 from weft.ops.sequence.layout import lay_out
 
@@ -61,23 +61,41 @@ def pairs_of_calls(plan: AttentionPlan, rank: int, spans: tuple, several: bool) 
     return found, len(calls), sum(len(call.areas) for call in calls)
 
 
-sides = st.integers(-12, 12) | st.sampled_from([-UNLIMITED, UNLIMITED])
+def test_areas_are_cut_until_a_window_says_them() -> None:
+    """Every rectangle of up to 5 queries and keys with every band."""
+    sides = (-UNLIMITED, *range(-6, 7), UNLIMITED)
+    for n, m, low, high in itertools.product(range(1, 6), range(1, 6), sides, sides):
+        area = Area(3, 3 + n, 3, 3 + m, low, high)
+        pairs = pairs_of(area)
+        assert area.pairs() == len(pairs)
+        found: Pairs = set()
+        for part in area.fit() if pairs else ():
+            own = computed(part.queries, part.keys, *part.window(), part.keys)
+            own = {(part.q_start + i, part.k_start + j) for i, j in own}
+            assert own and not own & found
+            found |= own
+        assert found == pairs, area
 
 
-@given(st.integers(0, 3), st.integers(1, 9), st.integers(0, 3), st.integers(1, 9), sides, sides)
-def test_areas_are_cut_until_a_window_says_them(q: int, n: int, k: int, m: int, low: int, high: int) -> None:
-    area = Area(q, q + n, k, k + m, low, high)
-    pairs = pairs_of(area)
-    assert area.pairs() == len(pairs)
-    if not pairs:
-        return
-    found: Pairs = set()
-    for part in area.fit():
-        own = computed(part.queries, part.keys, *part.window(), part.keys)
-        own = {(part.q_start + i, part.k_start + j) for i, j in own}
-        assert own and not own & found
-        found |= own
-    assert found == pairs
+def test_an_area_joins_a_call_only_if_one_window_serves_both() -> None:
+    """Of all bands of a square, in either order; where it does, the operator computes both."""
+    bands = [Area(0, 3, 0, 3, low, high) for low in (-UNLIMITED, -1, 0) for high in (0, 1, UNLIMITED)]
+    joined = 0
+    for one, other in itertools.product(bands, bands):
+        after = Area(3, 6, 3, 6, other.low, other.high)
+        call = FlashCall([one], *one.window())
+        taken = call.take(after)
+        assert taken == (one.window() == other.window()) and len(call.areas) == 1 + taken
+        for area in call.areas:
+            own = computed(3, 3, call.left, call.right, 3)
+            assert {(area.q_start + i, area.k_start + j) for i, j in own} == pairs_of(area)
+        joined += taken
+    assert joined == len(bands)
+    short = Area(3, 4, 3, 4, 0, 0)  # a single token, which any window shows
+    for one in bands:
+        assert FlashCall([one], *one.window()).take(short)
+        before = FlashCall([Area(0, 1, 0, 1, 0, 0)], -1, -1)
+        assert before.take(Area(1, 4, 1, 4, one.low, one.high)) and (before.left, before.right) == one.window()
 
 
 @pytest.fixture(params=["usual tiles", "tiles of 3"], scope="module")

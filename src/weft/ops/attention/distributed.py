@@ -153,9 +153,10 @@ class Attention(RankFunction):
         shape = options.q[0], plan.lengths[call.rank], options.q[1]
         if grad is None:
             grad = saved[0].new_zeros(*shape, saved[2].shape[3])
-        if grad_lse is None and tells and any(has for (has,) in call.metadata.wait()):
+        if tells and any(has for (has,) in call.metadata.wait()) and grad_lse is None:
             grad_lse = saved[4].new_zeros(shape)
-        *grads, dsinks = method_of(method).backward(options, call, plan, tuple(saved), grad, grad_lse, sinks)
+        learned = sinks if ctx.needs_input_grad[-1] else None
+        *grads, dsinks = method_of(method).backward(options, call, plan, tuple(saved), grad, grad_lse, learned)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         of_tokens = (x.to(saved[0].dtype) if need else None for x, need in wanted)
         return (*of_tokens, None, None, None, None if dsinks is None else dsinks.to(sinks.dtype))

@@ -179,13 +179,11 @@ def _join_blocks(blocks: Sequence[tuple[QueryTile, Sequence[Block]]]) -> list[Ar
 
 def _join(one: Area, other: Area) -> Area | None:
     """Two areas without a common pair as one, if they are one."""
-    starts, stops = (
-        [min(pair) for pair in zip(one, other, strict=True)],
-        [max(pair) for pair in zip(one, other, strict=True)],
-    )
+    rows = min(one.q_start, other.q_start), max(one.q_stop, other.q_stop)
+    keys = min(one.k_start, other.k_start), max(one.k_stop, other.k_stop)
     together = one.pairs() + other.pairs()
     for low, high in dict.fromkeys(((one.low, one.high), (other.low, other.high), (-UNLIMITED, UNLIMITED))):
-        whole = Area(starts[0], stops[1], starts[2], stops[3], low, high)
+        whole = Area(*rows, *keys, low, high)
         if whole.pairs() == together and one.lies_in(low, high) and other.lies_in(low, high):
             return whole
     return None
@@ -193,9 +191,8 @@ def _join(one: Area, other: Area) -> Area | None:
 
 def _area(tile: QueryTile, block: Block) -> Area:
     ahead = block.at - tile.start - block.shift
-    area = Area(
-        tile.start, tile.start + tile.length, block.at, block.at + block.length, ahead - block.left, ahead + block.right
-    )
-    # A full block may be of keys that are no neighbours in the sequence.
-    is_full = block.kind == "full" and area.pairs() < area.queries * area.keys
-    return area._replace(low=-UNLIMITED, high=UNLIMITED) if is_full else area
+    rows, keys = (tile.start, tile.start + tile.length), (block.at, block.at + block.length)
+    area = Area(*rows, *keys, ahead - block.left, ahead + block.right)
+    if block.kind == "full" and area.pairs() < area.queries * area.keys:  # its keys are no neighbours in the sequence
+        return Area(*rows, *keys, -UNLIMITED, UNLIMITED)
+    return area
