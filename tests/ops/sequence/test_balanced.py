@@ -93,9 +93,13 @@ def how_given(kind: str, total: int, bounds: tuple[int, ...] | None, axis: weft.
     """The arguments of an operation: the layout by its name, or a sequence with a deal of its own."""
     if kind == "name":
         return {"layout": "balanced", "cu_seqlens": bounds, "group": axis}
+    if kind == "backwards":  # a run for each rank, the last one's first
+        cuts = tuple(total * number // axis.size for number in range(axis.size + 1))
+        runs = join_chunks(Deal(cuts, tuple(reversed(range(axis.size))), 1.0), axis.size)
+        return {"sequence": weft.Sequence(axis, "balanced", lengths_of(runs, axis.size), bounds, runs)}
     if kind == "scattered":  # as many runs as there are chunks
-        cuts = [total * number // (6 * axis.size) for number in range(6 * axis.size + 1)]
-        runs = join_chunks(Deal(tuple(cuts), tuple(n % axis.size for n in range(6 * axis.size)), 1.0), axis.size)
+        cuts = tuple(total * number // (6 * axis.size) for number in range(6 * axis.size + 1))
+        runs = join_chunks(Deal(cuts, tuple(n % axis.size for n in range(6 * axis.size)), 1.0), axis.size)
         return {"sequence": weft.Sequence(axis, "balanced", lengths_of(runs, axis.size), bounds, runs)}
     mask = Tree((0, total // 3, total), (0, 5)) if kind == "mask" else None
     chunks = 3 if kind == "chunks" else None
@@ -149,11 +153,11 @@ def test_sizes_and_deals_of_ones_own(size: int, kind: str) -> None:
 
 
 def test_ulysses_puts_slices_in_order() -> None:
-    for total in (4, 61, 301):  # a run for each rank, but of other ranks; several
+    for kind in ("name", "scattered", "backwards"):
 
         def program(axis: weft.Axis) -> float:
-            whole, where = draw(1, total), how_given("name", total, cut_documents(total), axis)  # noqa: B023
-            alone = {**where, "layout": None, "group": weft.Axis.over(SoloWire())}
+            whole, where = draw(1, 301), how_given(kind, 301, cut_documents(301), axis)  # noqa: B023
+            alone = {"cu_seqlens": cut_documents(301), "group": weft.Axis.over(SoloWire())}
             wanted = gradients(OPERATIONS["gather"], whole, **alone)
             mine = {key: weft.shard(x, 1, **where) for key, x in whole.items()}
             got = gradients(partial(attend, method="ulysses"), mine, **where)
