@@ -112,6 +112,8 @@ def test_every_mask(size: int, method: str) -> None:
         chosen = list(cases(sum(lengths)))
         if "WEFT_SOAK" not in os.environ:
             chosen = chosen[number :: len(splits)] if size > 1 else chosen[number::3]
+        elif current_rules() == "sim" and size == 8:
+            chosen = chosen[number % 3 :: 3]  # an operator there costs a hundred times as much
 
         def program(axis: weft.Axis) -> list[str]:
             found = []
@@ -150,7 +152,7 @@ def test_lower_precision(dtype: torch.dtype) -> None:
 def test_drawn_masks(drawn: tuple[weft.Mask, tuple[int, ...]], layout: str, method: str, window) -> None:
     (mask, lengths), size = drawn, len(drawn[1])
     if current_rules() == "sim" and "WEFT_SOAK" not in os.environ and int(mask.digest, 16) % 4:
-        return  # an operator there costs a hundred times as much
+        return
     given, wanted = solved(within(dense(mask) > 0, window), *heads_of(method, size), batch=1)
     run = virtual_world(size).run(
         lambda axis: faults(axis, mask, lengths, layout, given, wanted, method=method, window=window)
