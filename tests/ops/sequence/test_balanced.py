@@ -18,6 +18,7 @@ from worlds import current_rules, virtual_world
 
 import weft
 from weft.comm.wire import SoloWire
+from weft.errors import DisagreementError
 from weft.ops.attention.plan import count, plan_attention
 from weft.ops.sequence.deal import Deal
 from weft.ops.sequence.runs import join_chunks, lengths_of, shard_runs
@@ -266,3 +267,17 @@ def on_gloo(axis: weft.Axis, size: int) -> float:
 @pytest.mark.parametrize("size", [2, 4])
 def test_on_processes(pool: ProcessWorld, size: int) -> None:
     assert max(pool.run(on_gloo, size)) < 1e-10
+
+
+def test_ranks_with_other_deals_of_the_same_lengths_are_found_out() -> None:
+    """Their lengths are alike, and so would be the messages: only the numbers would be wrong."""
+    masks = [weft.Mask.causal(64), weft.Mask.full([0, 48, 64])]
+
+    def program(axis: weft.Axis) -> None:
+        every = [weft.sequence(total=64, layout="balanced", mask=mask, group=axis) for mask in masks]
+        assert every[0].lengths == every[1].lengths and every[0].runs != every[1].runs
+        x = torch.randn(1, every[0].length, 2, 4)
+        weft.attention(x, x, x, causal=True, sequence=every[axis.rank])
+
+    with pytest.raises(DisagreementError, match="lengths"):
+        weft.world.VirtualWorld(2).run(program)

@@ -170,7 +170,7 @@ def attention(
             window=(-1, -1) if window is None else (int(window[0]), int(window[1])),
             cu_seqlens=where[1],
             layout=where[0],
-            lengths=None if sequence is None else sequence.lengths,
+            lengths=None if sequence is None else sequence.compared,
             method=the_choice(method, NAMES),
             strides=None if strides is None else tuple(int(stride) for stride in strides),
             backward_strides=None if backward_strides is None else tuple(int(stride) for stride in backward_strides),

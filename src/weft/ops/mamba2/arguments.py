@@ -100,7 +100,7 @@ def read_options(
         dt_limit=(float(limit[0]), float(limit[1])),
         cu_seqlens=found[1],
         layout=found[0],
-        lengths=None if where[3] is None else where[3].lengths,
+        lengths=None if where[3] is None else where[3].compared,
         method=the_choice(method, ("auto", *METHODS)),
         chunk_size=CHUNK_SIZE if chunk_size is None else int(chunk_size),
         gradients=tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given.values()),

@@ -137,7 +137,7 @@ class StateArguments:
             output_final_state=self.output_final_state,
             cu_seqlens=bounds,
             layout=layout,
-            lengths=None if self.sequence is None else self.sequence.lengths,
+            lengths=None if self.sequence is None else self.sequence.compared,
             method=the_choice(self.method, ("auto", *METHODS)),
             chunk_size=kind.chunk_size_on(q.device.type) if self.chunk_size is None else int(self.chunk_size),
             gradients=tuple(

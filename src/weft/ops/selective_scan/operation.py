@@ -110,7 +110,7 @@ def selective_scan(
             return_last_state=return_last_state,
             cu_seqlens=where[1],
             layout=where[0],
-            lengths=None if sequence is None else sequence.lengths,
+            lengths=None if sequence is None else sequence.compared,
             method=the_choice(method, ("auto", *METHODS)),
             chunk_size=CHUNK_SIZE if chunk_size is None else int(chunk_size),
             gradients=tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given.values()),

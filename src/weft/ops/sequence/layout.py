@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -54,14 +57,19 @@ class Sequence(Opaque):
     layout: str
     lengths: tuple[int, ...]
     bounds: Bounds | None
-    dealt: tuple[TokenRun, ...] | None = (
-        None  # the runs of layout "balanced"; those of others follow from their lengths
-    )
+    dealt: tuple[TokenRun, ...] | None = None  # the runs of layout "balanced"; those of others follow from lengths
 
     @property
     def runs(self) -> tuple[TokenRun, ...]:
         """Those of all ranks, in the order of the sequence."""
         return lay_out(self.lengths, self.layout) if self.dealt is None else self.dealt
+
+    @cached_property
+    def compared(self) -> tuple[int, ...]:
+        """What ranks compare of it: lengths and, since other deals have the same, a checksum of dealt runs."""
+        if self.dealt is None:
+            return self.lengths
+        return *self.lengths, zlib.crc32(array("q", chain.from_iterable(self.dealt)).tobytes())
 
     @property
     def length(self) -> int:

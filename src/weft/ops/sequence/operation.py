@@ -218,7 +218,7 @@ class _Unshard(RankFunction):
     ) -> Tensor:  # fmt: skip
         """``of``: the number of the sum whose gradient this is."""
         rest = tuple(size for index, size in enumerate(x.shape) if index != dim)
-        lengths = None if known is None else known.lengths
+        lengths = None if known is None else known.compared
         options = _UnshardOptions(dim, rest, x.dtype, x.device.type, layout, bounds, lengths, ctx.needs_input_grad[0])
         call = axis.begin("unshard", options, metadata=None if known is not None else (x.shape[dim],), of=of)
         mine = x.detach().movedim(dim, 0).contiguous()

@@ -92,7 +92,7 @@ def short_conv(
             output_final_state=output_final_state,
             cu_seqlens=where[1],
             layout=where[0],
-            lengths=None if sequence is None else sequence.lengths,
+            lengths=None if sequence is None else sequence.compared,
             gradients=tuple(
                 torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias, initial_state)
             ),
