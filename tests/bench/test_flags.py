@@ -130,7 +130,7 @@ NUMBERS = {
     "demo --steps 0": "--steps must be at least 1, got 0",
     "demo --ranks -2": "--ranks must be 2 or 4, got -2",
     "demo --out file/demo": "--out file/demo cannot be made: Not a directory",
-    "trane": "'trane' is not one of train, demo, sample, report, bench, check-device, trace, kernels",
+    "trane": "'trane' is not one of train, demo, sample, report, bench, check-device, trace, layouts, kernels",
     "bench scam": "'scam' is not one of scan, linear-attention, ",
 }
 

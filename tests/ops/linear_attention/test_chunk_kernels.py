@@ -10,6 +10,7 @@ import torch
 from recurrence import reference
 from torch import Tensor
 
+from weft.comm import function
 from weft.ops.linear_attention.chunk import ChunkBackward, ChunkForward
 from weft.ops.scan import grid
 
@@ -278,7 +279,7 @@ def test_deterministic_and_independent(kind: str) -> None:
     o, leaving = forward.finish(case.entering.float())
     assert torch.equal(o, first["o"])
     assert torch.equal(leaving, first["leaving"])
-    for held in [*grid._memory.tiles.values(), *grid._memory.spare]:
+    for held in [*function._memory._named.values(), *function._memory._spare]:
         held.fill_(math.nan)
     for name, x in case.actual(32, torch.float32).items():
         assert torch.equal(x, first[name]), name
@@ -287,7 +288,7 @@ def test_deterministic_and_independent(kind: str) -> None:
 def test_garbage_in_tiny_products() -> None:
     case = Case("scalar", 1, [7], 1, 1, 2, 2)
     case.actual(2)
-    for held in [*grid._memory.tiles.values(), *grid._memory.spare]:
+    for held in [*function._memory._named.values(), *function._memory._spare]:
         held.fill_(math.nan)
     check(case, 2, 1e-12)
 
