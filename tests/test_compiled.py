@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,8 +32,13 @@ DIM, HEADS = 16, 2
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh() -> Iterator[None]:
+    """Nothing was compiled before. Ranks that are threads mix up torch's notes of whether a mode is on: off afterwards."""
     torch._dynamo.reset()
+    yield
+    kinds = "torch_dispatch_mode", "non_infra_torch_dispatch_mode", "any_mode_without_ignore_compile_internals"
+    for kind in kinds:
+        setattr(torch.utils._python_dispatch, f"_is_in_{kind}", False)
 
 
 def step(run: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
