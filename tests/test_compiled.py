@@ -33,7 +33,7 @@ DIM, HEADS = 16, 2
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Nothing was compiled before. Ranks that are threads mix up torch's notes of whether a mode is on: off afterwards."""
+    """Nothing was compiled before. Ranks that are threads mix up what torch notes of modes: off afterwards."""
     torch._dynamo.reset()
     yield
     kinds = "torch_dispatch_mode", "non_infra_torch_dispatch_mode", "any_mode_without_ignore_compile_internals"
