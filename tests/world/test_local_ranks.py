@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +78,14 @@ def lives(process: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Sender(threading.Thread):
