@@ -186,8 +186,26 @@ def test_a_million_tokens_on_a_thousand_ranks_take_milliseconds(documents: str) 
     assert deal.busiest <= 1.02
 
 
-def test_a_rank_has_about_two_runs() -> None:
+def test_a_rank_has_a_few_runs() -> None:
+    """About two where every document fits on a rank, about five where long ones lie on several."""
     draw = random.Random(4)
     for size in (4, 8, 24, 64):
         bounds = draw_documents(draw, 4096 * size)
-        assert len(shard_runs(4096 * size, "balanced", size, bounds)) <= 3 * size
+        assert len(shard_runs(4096 * size, "balanced", size, bounds)) <= 6 * size
+        short = tuple(accumulate((draw.randrange(200, 600) for _ in range(8 * size)), initial=0))
+        assert len(shard_runs(short[-1], "balanced", size, short)) <= 3 * size
+
+
+def test_ranks_send_and_receive_nearly_alike() -> None:
+    """The ranks of a long document have equal parts of it, so none sends its keys for all."""
+    draw, most, mean = random.Random(6), 0.0, 0.0
+    for _ in range(8):
+        bounds = [0]
+        while bounds[-1] < 8 * 4096:
+            bounds.append(min(8 * 4096, bounds[-1] + max(1, int(draw.lognormvariate(7, 1.5)))))
+        runs = shard_runs(8 * 4096, "balanced", 8, tuple(bounds))
+        plan = plan_attention(runs, lengths_of(runs, 8), tuple(bounds), True, (-1, -1))
+        tokens = [[count(plan.visible_to(owner, reader)) for reader in range(8)] for owner in range(8)]
+        traffic = [sum(tokens[rank]) + sum(row[rank] for row in tokens) for rank in range(8)]
+        most, mean = most + max(traffic), mean + sum(traffic) / 8
+    assert most < 1.25 * mean

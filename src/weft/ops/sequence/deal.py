@@ -1,27 +1,26 @@
 """Chunks of a sequence dealt to ranks, so that all have as many and, as nearly as can be, the same attention work.
 
-The work of a chunk is the pairs of queries in it and keys that they see. Ways to deal, those of few runs, by which
-fewer keys travel, first:
+The work of a chunk is the pairs of queries in it and keys that they see. Ways to deal, those by which
+fewer keys travel first:
 
 - `_in_order`: as contiguous.
-- `_halve`: a stretch for one half of the ranks and what is around it for the other, and so on with each half. Of all
-  stretches with half of the tokens one has half of the work, up to a chunk, so a rank needs about two runs.
-- `_fold`: for each rank a stretch of heavy chunks, a stretch of light ones and one that makes up the mean.
+- `_by_stretch`: a long document to as few ranks as its work needs, in equal parts, and short ones to fill them up.
 - `_level`: the heaviest chunk left to the rank that needs work most.
 
-After each, chunks of the busiest rank are swapped for lighter ones, and the first deal that is balanced is it. Nothing
-is random or timed: every rank finds the same.
+Chunks of the busiest rank are then swapped for lighter ones, and the first deal that is balanced is it; chunks are cut
+further before they are levelled. Nothing is random or timed: every rank finds the same.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import chain, compress, islice, pairwise
 from math import isqrt
+from operator import not_
 from typing import Protocol
 
 Bounds = tuple[int, ...]  # of packed documents in the whole sequence: document n is bounds[n] : bounds[n+1]
@@ -58,7 +57,7 @@ def deal_chunks(
 ) -> Deal:
     """``total`` tokens on ``size`` ranks, each with ``chunks_per_rank`` chunks whose lengths differ by at most a token.
 
-    More chunks (`TIMES`) where one has so much work that no deal could be `BALANCED`; fewer where they would be shorter
+    More chunks (`TIMES`) where so many cannot be dealt `BALANCED`; fewer where they would be shorter
     than their number, so that the ranks' lengths differ by at most a chunk. ``documents``: boundaries for each row of
     a batch, none for one document. Without a ``mask`` tokens see those before them in their document.
     """
@@ -66,6 +65,20 @@ def deal_chunks(
     limit = isqrt(total // size) if size > 1 else 1
     counts = sorted({max(1, min(wanted * times, limit)) for times in TIMES})
     best: Deal | None = None
+    for deal in _deals(total, size, counts, documents, mask):
+        if best is None or deal.busiest < best.busiest:
+            best = deal
+        if best.busiest <= BALANCED:
+            break
+    assert best is not None
+    return best
+
+
+def _deals(
+    total: int, size: int, counts: list[int], documents: tuple[Bounds, ...], mask: CountedMask | None
+) -> Iterator[Deal]:
+    """Deals of ``counts`` chunks for each rank, those by which fewer keys travel first."""
+    cut: list[tuple[tuple[int, ...], list[int]]] = []
     for count in counts:
         each, longer = divmod(total, size * count)
         cuts = tuple(each * number + min(number, longer) for number in range(size * count + 1))
@@ -73,13 +86,12 @@ def deal_chunks(
         heaviest = max(works) + sum(sorted(works)[: count - 1])  # the least that somebody has
         if heaviest * size > BALANCED * sum(works) and count < counts[-1]:
             continue
-        deal = _deal_works(cuts, works, size)
-        if best is None or deal.busiest < best.busiest:
-            best = deal
-        if best.busiest <= BALANCED:
-            break
-    assert best is not None, "the last count is always dealt"
-    return best
+        cut.append((cuts, works))
+        yield _score(cuts, works, _in_order(works, size), size)
+        long, short = _find_stretches(works, size, each * each * max(1, len(documents)))
+        yield _evened(cuts, works, _by_stretch(works, size, long, short) if long else _halve(works, size), size)
+    for cuts, works in cut:
+        yield _evened(cuts, works, _level(works, size), size)
 
 
 def count_pairs(cuts: Sequence[int], documents: tuple[Bounds, ...]) -> list[int]:
@@ -97,19 +109,18 @@ def count_pairs(cuts: Sequence[int], documents: tuple[Bounds, ...]) -> list[int]
     return works
 
 
-def _deal_works(cuts: tuple[int, ...], works: list[int], size: int) -> Deal:
-    """The first `BALANCED` deal, or the best."""
-    total = sum(works)
-    best: Deal | None = None
-    for deal in (_in_order, _halve, _fold, _level):
-        ranks = deal(works, size)
-        busiest = _swap(works, ranks, size) * size / total if total else 1.0
-        if best is None or busiest < best.busiest:
-            best = Deal(cuts, tuple(ranks), busiest)
-        if busiest <= BALANCED:
-            break
-    assert best is not None
-    return best
+def _evened(cuts: tuple[int, ...], works: list[int], ranks: list[int], size: int) -> Deal:
+    """The deal after some swaps."""
+    _swap(works, ranks, size)
+    return _score(cuts, works, ranks, size)
+
+
+def _score(cuts: tuple[int, ...], works: list[int], ranks: list[int], size: int) -> Deal:
+    """The deal as it is."""
+    loads = [0] * size
+    for rank, work in zip(ranks, works, strict=True):
+        loads[rank] += work
+    return Deal(cuts, tuple(ranks), max(loads) * size / sum(works) if any(works) else 1.0)
 
 
 def _in_order(works: list[int], size: int) -> list[int]:
@@ -143,45 +154,77 @@ def _halve(works: list[int], size: int) -> list[int]:
     return ranks
 
 
-def _fold(works: list[int], size: int) -> list[int]:
-    """Rank after rank gets chunks from the heavy end, others from the light end, and one that makes up the mean.
+def _by_stretch(works: list[int], size: int, long: list[list[int]], short: list[int]) -> list[int]:
+    """Rank after rank gets chunks from the beginning of an order, others from its end, and one that makes up the mean.
 
-    Works within a power of two are alike, so that neighbours stay together.
+    First in it are the long documents, those of the most work for a chunk first, so that each lies on few ranks; chunks
+    of one from its ends inwards, so that these ranks have equal parts of it. Then come the short ones as they lie.
     """
     count, rest = len(works) // size, sum(works)
-    order = sorted(range(len(works)), key=lambda chunk: (-works[chunk].bit_length(), -chunk))
-    left = sorted((work, chunk) for chunk, work in enumerate(works))
+    long = sorted(long, key=lambda stretch: -sum(works[chunk] for chunk in stretch) / len(stretch))
+    order, group_of = [], [0] * len(works)
+    left: list[list[tuple[int, int]]] = []
+    for number, group in enumerate([*map(_inwards, long), short]):
+        order += group
+        left.append(sorted((works[chunk], chunk) for chunk in group))
+        for chunk in group:
+            group_of[chunk] = number
     ranks = [-1] * len(works)
     for rank in range(size):
         order = [chunk for chunk in order if ranks[chunk] < 0] if rank % TIDY == 0 else order
-        heavy = (chunk for chunk in order if ranks[chunk] < 0)
-        light = list(islice((chunk for chunk in reversed(order) if ranks[chunk] < 0), count))[::-1]
-        mean, work = rest // (size - rank), sum(works[chunk] for chunk in light)
-        hand = light
-        for number in range(count):
-            chunk = next(heavy)
-            if work + works[chunk] - works[light[number]] > mean:
+        ahead = (chunk for chunk in order if ranks[chunk] < 0)
+        hand = list(islice((chunk for chunk in reversed(order) if ranks[chunk] < 0), count))[::-1]
+        mean, work = rest // (size - rank), sum(works[chunk] for chunk in hand)
+        for number, chunk in enumerate(islice(ahead, count if rank < size - 1 else 0)):
+            if work + works[chunk] - works[hand[number]] > mean:
                 others = {*hand[:number], *hand[number + 1 :]}
-                fitting = _nearest(left, mean - work + works[light[number]], others)
-                hand[number], work = fitting, work + works[fitting] - works[light[number]]
+                wanted = mean - work + works[hand[number]]
+                fitting = _nearest(left[group_of[chunk]], wanted, others)
+                if fitting is not None and abs(works[fitting] - wanted) < abs(works[hand[number]] - wanted):
+                    hand[number] = fitting
                 break
-            work += works[chunk] - works[light[number]]
+            work += works[chunk] - works[hand[number]]
             hand[number] = chunk
         rest -= sum(works[chunk] for chunk in hand)
         for chunk in hand:
             ranks[chunk] = rank
-            del left[bisect_left(left, (works[chunk], chunk))]
+            of_group = left[group_of[chunk]]
+            del of_group[bisect_left(of_group, (works[chunk], chunk))]
     return ranks
 
 
-def _nearest(left: list[tuple[int, int]], wanted: int, others: set[int]) -> int:
+def _find_stretches(works: list[int], size: int, alone: int) -> tuple[list[list[int]], list[int]]:
+    """Long documents, of more than half of a rank's work, as their chunks; and all other chunks.
+
+    A document is found by its rising work, up to the chunk it ends in. That one sees keys of chunks before it: it has
+    more than ``alone`` pairs, which is what a chunk that sees only itself has.
+    """
+    stretches: list[list[int]] = [[]]
+    ended = False
+    for chunk, work in enumerate(works):
+        falls = chunk > 0 and work < works[chunk - 1]
+        if ended or (falls and work <= alone):
+            stretches.append([])
+        ended = falls and not ended and work > alone
+        stretches[-1].append(chunk)
+    half = sum(works) / (2 * size)
+    is_long = [sum(works[chunk] for chunk in stretch) > half for stretch in stretches]
+    return list(compress(stretches, is_long)), list(chain(*(compress(stretches, map(not_, is_long)))))
+
+
+def _inwards(stretch: list[int]) -> list[int]:
+    """The last, the first, the last but one, the second, and so on."""
+    pairs = zip(reversed(stretch), stretch, strict=True)
+    return list(islice(chain.from_iterable(pairs), len(stretch)))
+
+
+def _nearest(left: list[tuple[int, int]], wanted: int, others: set[int]) -> int | None:
     """Of what is left, and not among ``others``, the chunk whose work is nearest to what is wanted."""
     at = bisect_left(left, (wanted, 0))
     above = next((one for one in islice(left, at, None) if one[1] not in others), None)
     below = next((left[k] for k in range(at - 1, -1, -1) if left[k][1] not in others), None)
     if above is None or (below is not None and wanted - below[0] <= above[0] - wanted):
-        assert below is not None
-        return below[1]
+        return below and below[1]
     return above[1]
 
 
@@ -201,8 +244,8 @@ def _level(works: list[int], size: int) -> list[int]:
     return ranks
 
 
-def _swap(works: list[int], ranks: list[int], size: int) -> int:
-    """Swap chunks of the busiest rank with lighter ones until it is `BALANCED` or nothing helps; what it has then."""
+def _swap(works: list[int], ranks: list[int], size: int) -> None:
+    """Swap chunks of the busiest rank with lighter ones until it is `BALANCED` or nothing helps."""
     loads = [0] * size
     hands: list[list[int]] = [[] for _ in range(size)]
     for chunk, rank in enumerate(ranks):
@@ -238,7 +281,6 @@ def _swap(works: list[int], ranks: list[int], size: int) -> int:
             loads[rank] += more
             heapq.heappush(least, (loads[rank], rank))
             heapq.heappush(most, (-loads[rank], rank))
-    return max(loads)
 
 
 def _best_swap(works: list[int], busy: list[int], idle: list[int], gap: int) -> tuple[int, int] | None:
