@@ -13,6 +13,7 @@ from worlds import virtual_world
 
 import weft
 from weft.bench.attention import packed
+from weft.bench.report import Report
 from weft.cli import main
 from weft.ops.sequence.layout import LAYOUTS
 
@@ -45,15 +46,15 @@ def test_every_layout_computes_the_same_gradients() -> None:
 
 def test_the_work_of_ranks_is_counted() -> None:
     """One causal document of 16 tokens: the second half has 100 of 136 scores, but in blocks 64 + 32 of 128."""
-    found = virtual_world(2).run(lambda axis: packed.imbalance(axis, (0, 16))).results
-    assert found[0] == found[1] and found[0]["weft, contiguous"] == 1.5 and found[0]["weft, zigzag"] == 1.0
+    assert packed.imbalance("contiguous", (0, 16), 2) == 1.5 and packed.imbalance("zigzag", (0, 16), 2) == 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "packed.json"
-    flags = f"bench attention --packed --tokens 256 --repeats 1 --h100-ranks 2 --json {out}"
+    flags = f"bench attention --packed --tokens 256 --repeats 1 --json {out}"
+    flags += " --h100-ranks 2 --h100-tokens 2048 --h100-batches 2"
     monkeypatch.setattr(sys, "argv", ["weft", *flags.split()])
     main()
     rows = {(row["table"], row["case"]): row for row in json.loads(out.read_text())["rows"]}
@@ -62,3 +63,14 @@ def test_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for layout in LAYOUTS:
             row = rows[table, f"weft, {layout}"]
             assert row["milliseconds"] > 0 and row["to_share"] > 0 and row["busiest"] >= 1
+            assert "H100" not in table or 0.5 < row["to_bound"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ranks", "faster"), [(8, 1.6), (64, 2.0)])
+def test_balanced_batches_are_faster_than_zigzag_on_h100s(ranks: int, faster: float) -> None:
+    report = Report({}, None, shown=False)
+    packed.simulate(report, ranks, 16384, 3 if ranks > 8 else 7)
+    row = next(row for row in report.rows if row["case"] == "weft, balanced")
+    assert row["to_zigzag"] >= faster and row["to_bound"] <= 1.05

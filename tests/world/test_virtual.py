@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -59,6 +60,48 @@ def test_operators_cost_flops_or_bytes() -> None:
     memory = weft.world.VirtualWorld(1, weft.world.Machine(0, math.inf, memory_bandwidth=1200.0)).run(program)
     assert memory.elapsed == 2.0
     assert [event.operation for event in memory.timeline.events] == ["mm", "add"]
+
+
+def test_what_is_made_like_another_does_not_read_it() -> None:
+    def program(axis: weft.Axis) -> None:
+        a = torch.empty(10, 10, device="meta")
+        torch.zeros_like(a)
+        a.new_zeros(2)
+
+    run = weft.world.VirtualWorld(1, weft.world.Machine(0, math.inf, memory_bandwidth=1.0)).run(program)
+    assert run.elapsed == 400 + 8
+
+
+@pytest.mark.parametrize(
+    ("causal", "left", "right"),
+    [(True, None, None), (False, None, None), (False, 2, 0), (False, 0, 1), (False, -1, 1), (False, 3, -1)],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_operators_cost_the_pairs_that_they_compute(
+    packed: bool, causal: bool, left: int | None, right: int | None
+) -> None:
+    """Two products of each pair in the forward and five in the backward, on the lower right diagonal."""
+    sizes = [(3, 7), (5, 4), (4, 4)] if packed else [(5, 7)] * 2
+    low, high = -1 if left is None else left, 0 if causal else -1 if right is None else right
+    pairs = sum(
+        (low < 0 or j - i - (keys - queries) >= -low) and (high < 0 or j - i - (keys - queries) <= high)
+        for queries, keys in sizes
+        for i in range(queries)
+        for j in range(keys)
+    )
+    ends = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in zip(*sizes, strict=True)]
+
+    def program(axis: weft.Axis) -> None:
+        shapes = [(int(one[-1]), 4, 8) for one in ends] if packed else [(2, each, 4, 8) for each in sizes[0]]
+        q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+        window = {} if left is None else {"window_size_left": left, "window_size_right": right}
+        how = (*(ends if packed else (None, None)), 5, 7, 0.0, causal)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, k, *how, False, **window)
+        unused = torch.empty(0, dtype=torch.int64, device="meta")
+        torch.ops.aten._flash_attention_backward(q, q, k, k, out, lse, *how, unused, unused, **window)
+
+    run = weft.world.VirtualWorld(1, weft.world.Machine(0, math.inf, flops=1.0)).run(program)
+    assert run.elapsed == (2 + 5) * 2 * pairs * 4 * 8
 
 
 @pytest.mark.parametrize("scan_rounds", [6, 14])

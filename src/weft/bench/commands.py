@@ -75,7 +75,7 @@ def bench_delta_rule(
 
 def bench_attention(
     ranks: RankCount = 2, tokens: int | None = None, json: Json = None, repeats: Repeats = 7, packed: bool = False,
-    h100_ranks: tuple[int, ...] = (8, 64),
+    h100_ranks: tuple[int, ...] = (8, 64), h100_tokens: int = 16384, h100_batches: int = 7,
 ) -> None:  # fmt: skip
     """Context-parallel softmax attention beside one process, a strided all-gather, rings and Ulysses.
 
@@ -88,8 +88,11 @@ def bench_attention(
         packed: Documents of lognormal lengths in every layout, in place of all that. "x its share" compares with the
             P-th part of the time that one process takes, "work" are the scores that a rank computes.
         h100_ranks: With --packed, ranks of the tables in virtual time of H100s.
+        h100_tokens: Tokens of each of those ranks.
+        h100_batches: Batches there; a row has their medians.
     """
-    check_at_least(1, tokens=tokens, repeats=repeats, h100_ranks=h100_ranks)
+    check_at_least(1, tokens=tokens, repeats=repeats)
+    check_at_least(1, h100_ranks=h100_ranks, h100_tokens=h100_tokens, h100_batches=h100_batches)
     from weft.bench.attention import cases
     from weft.bench.attention import packed as packed_batches
     from weft.bench.ranks import run_on_ranks
@@ -97,7 +100,8 @@ def bench_attention(
     count = tokens or (8192 if packed else 4096)
     facts = {"tokens": count, "repeats": repeats}
     if packed:
-        run_on_ranks("attention", ranks, json, facts, packed_batches.run, repeats, count, h100_ranks)
+        run, virtual = packed_batches.run, (h100_ranks, h100_tokens, h100_batches)
+        run_on_ranks("attention", ranks, json, facts, run, repeats, count, *virtual)
     else:
         run_on_ranks("attention", ranks, json, facts, cases.run, repeats, count)
 

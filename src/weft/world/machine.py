@@ -78,18 +78,52 @@ def _attention_flops(products: int, queries: int, keys: int, is_causal: int) -> 
     return count
 
 
+def _flash_flops(products: int, first: int, lengths: int) -> Any:
+    """FLOPs of a device's flash operator; its queries are argument ``first``, then keys and values; ``lengths`` is the
+    first of: cumulative lengths of queries and keys (or None), largest lengths, dropout, whether it is causal."""
+
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        q, k, (ends, key_ends, *_, causal) = args[first], args[first + 1], args[lengths : lengths + 6]
+        left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))
+        if ends is None:
+            sizes = [(q.shape[1], k.shape[1])] * q.shape[0]
+        else:
+            sizes = list(zip(ends.diff().tolist(), key_ends.diff().tolist(), strict=True))
+        pairs = sum(_seen_pairs(*size, left, 0 if causal else right) for size in sizes)
+        return products * 2 * pairs * q.shape[-2] * q.shape[-1]
+
+    return count
+
+
+def _seen_pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """Pairs within ``left`` before and ``right`` after the diagonal that ends in the last ones; -1: without end."""
+
+    def before(ends: int) -> int:
+        inside = min(max(ends, 0), keys)
+        return inside * (inside + 1) // 2 + max(ends - keys, 0) * keys
+
+    def up_to(side: int) -> int:
+        return before(keys + side) - before(keys + side - queries)
+
+    return (queries * keys if right < 0 else up_to(right)) - (0 if left < 0 else up_to(-left - 1))
+
+
 def _eigh_flops(matrix: Any, uplo: str = "L", compute_v: bool = True, out_val: Any = None) -> int:
     """FLOPs of an eigendecomposition: 4/3 n^3 to a tridiagonal matrix, and with vectors about 9 n^3 in all."""
     n = matrix.shape[-1]
     return int(matrix.numel() * n * (9 if compute_v else 4 / 3))
 
 
-# FLOPs of operators that torch's own registry lacks: the attention that CPUs and meta tensors take, and eigh.
+# FLOPs of operators that torch's own registry lacks, or counts without masks: attention, and eigh.
 _FORMULAS = {
+    _aten._flash_attention_forward: _flash_flops(2, 0, 3),
+    _aten._flash_attention_backward: _flash_flops(5, 1, 6),
     _aten._linalg_eigh: _eigh_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops(2, 0, 1, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_flops(5, 1, 2, 7),
 }
+
+_MADE_LIKE = ("zeros_like", "ones_like", "full_like")  # what they are made like is not read
 
 # An operator on meta tensors: the seconds it costs, and its outputs as (shape, stride, dtype); None where it
 # writes into an argument and its outputs are that argument.
@@ -135,9 +169,10 @@ class CostMode(TorchDispatchMode):
     def _cost(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         from torch.utils.flop_counter import flop_registry  # imports triton where that is installed
 
-        count = flop_registry.get(func._overloadpacket) or _FORMULAS.get(func._overloadpacket)
+        count = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count else 0
-        touched = sum(t.numel() * t.element_size() for t in _tensors((args, tuple(kwargs.values()), out)))
+        read = () if func._overloadpacket.__name__.startswith(("new_", *_MADE_LIKE)) else (args, tuple(kwargs.values()))
+        touched = sum(t.numel() * t.element_size() for t in _tensors((read, out)))
         return self._machine.operator_seconds(flops, touched)
 
     def _remember(self, key: Any, func: Any, seconds: float, out: Any) -> None:

@@ -12,6 +12,7 @@ from layouts import runs_of
 
 import weft
 from weft.ops.attention import attention
+from weft.ops.attention.blocks import KeySpan
 from weft.ops.attention.distributed import Attention
 from weft.ops.attention.kv_exchange import KVExchange
 from weft.ops.attention.plan import Options, plan_attention
@@ -224,6 +225,29 @@ def test_ulysses_has_two_parts_on_their_way_in_and_two_back(monkeypatch: pytest.
     for words in order.values():
         assert all(words.index(f"wait {number}") < words.index(f"start {number + 2}") for number in range(3))
         assert [word for word in words if word.startswith("wait")] == [f"wait {number}" for number in range(5)]
+
+
+def test_keys_in_the_order_of_the_sequence_need_fewer_blocks() -> None:
+    """Long documents on several ranks, in turns; where it changes nothing, keys stay as they arrived."""
+    bounds = (0, 700, 720, 1500, 1600)
+    for layout in LAYOUTS:
+        runs = runs_of((400,) * 4, layout, bounds)
+        plan = plan_attention(runs, lengths_of(runs, 4), bounds, True, (-1, -1))
+        moved = 0
+        for rank in range(4):
+            arrived: list[KeySpan] = []
+            for owner in set(range(4)) - {rank}:
+                at = sum(span.length for span in arrived)
+                arrived += plan.place(owner, plan.visible_to(owner, rank), at)
+            spans = plan.order_keys(rank, tuple(arrived))
+            if spans == tuple(arrived):
+                continue
+            moved += 1
+            assert [span.offset for span in spans] == sorted(span.offset for span in arrived)
+            assert [span.at for span in spans] == [0, *itertools.accumulate(span.length for span in spans)][:-1]
+            fewer, before = (sum(len(found) for _, found in plan.blocks(rank, one)) for one in (spans, tuple(arrived)))
+            assert fewer < before
+        assert bool(moved) == (layout == "balanced")
 
 
 def test_buffers_are_pooled() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +21,12 @@ from weft.ops.attention import attention
 from weft.ops.attention.plan import plan_attention
 from weft.ops.sequence import sequence, shard
 from weft.ops.sequence.layout import LAYOUTS, Bounds
+from weft.ops.sequence.runs import lengths_of, shard_runs
 from weft.world import VirtualWorld
-from weft.world.machine import PRESETS
+from weft.world.machine import PRESETS, Machine
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
-H100_TOKENS, H100_HEADS, H100_KV_HEADS, H100_DIM = 4096, 32, 8, 128  # of a rank
+H100_HEADS, H100_KV_HEADS, H100_DIM = 64, 8, 128
 ONE = "one process, one thread"
 
 COLUMNS = (
@@ -34,6 +37,7 @@ COLUMNS = (
     Column("busiest", "busiest / mean work", "{:.3f}"),
     Column("bytes_sent", "bytes sent", "{:,}"),
 )
+H100_COLUMNS = (*COLUMNS, Column("to_bound", "x (its share + its link)", "{:.3f}"))
 
 
 def _to_share(measured: Measured) -> float | None:
@@ -42,7 +46,10 @@ def _to_share(measured: Measured) -> float | None:
     return None if times is None or measured.case == ONE else times * len(measured.turns[0])
 
 
-def run(pool: RankPool, report: Report, repeats: int, tokens: int, h100_ranks: Sequence[int]) -> None:
+def run(
+    pool: RankPool, report: Report, repeats: int, tokens: int, h100_ranks: Sequence[int], h100_tokens: int,
+    h100_batches: int,
+) -> None:  # fmt: skip
     """Measure, then simulate; the rows are kept as far as they were measured."""
     bounds = documents(tokens, longest=tokens // 2, median=max(1, tokens // 64))
     shape = f"B1 H{HEADS} Hk{KV_HEADS} D{DIM} fp32, one thread each"
@@ -51,13 +58,13 @@ def run(pool: RankPool, report: Report, repeats: int, tokens: int, h100_ranks: S
     args = [bounds]
     with report.progress(repeats, "packed attention") as advance:
         facts = describe_cases(pool.run(examine, make_cases, *args))
-        balance = pool.run(imbalance, bounds)[0]
+        balance = {f"weft, {layout}": imbalance(layout, bounds, pool.size) for layout in LAYOUTS}
         rows = {case: {**found, "busiest": balance.get(case)} for case, found in facts.items()}
         take = partial(pool.run, sample, args)
         fill_table(report, "packed", take, repeats, advance, rows)
     if pool.reports:
         for ranks in h100_ranks:
-            simulate(report, ranks)
+            simulate(report, ranks, h100_tokens, h100_batches)
 
 
 def documents(tokens: int, longest: int = 0, median: int = 1024, seed: int = 0) -> Bounds:
@@ -98,46 +105,64 @@ def by_layout(axis: Axis, layout: str, bounds: Bounds, whole: Sequence[Tensor]) 
     return forward_and_backward(partial(attention, causal=True, sequence=where, method="gather"), local)
 
 
-def imbalance(axis: Axis, bounds: Bounds) -> dict[str, float]:
-    """Scores of the rank with the most of them over the mean, by case."""
-    found = {}
-    for layout in LAYOUTS:
-        where = sequence(total=bounds[-1], layout=layout, cu_seqlens=bounds, group=axis)
-        plan = plan_attention(where.runs, where.lengths, bounds, True, (-1, -1))
-        pairs = [plan.pairs(rank) for rank in range(axis.size)]
-        found[f"weft, {layout}"] = max(pairs) * axis.size / sum(pairs)
-    return found
+def imbalance(layout: str, bounds: Bounds, ranks: int) -> float:
+    """Scores of the rank with the most of them over the mean."""
+    runs = shard_runs(bounds[-1], layout, ranks, bounds)
+    plan = plan_attention(runs, lengths_of(runs, ranks), bounds, True, (-1, -1))
+    pairs = [plan.pairs(rank) for rank in range(ranks)]
+    return max(pairs) * ranks / sum(pairs)
 
 
-def simulate(report: Report, ranks: int) -> None:
-    """The same on many H100s in virtual time."""
-    bounds, machine, table = documents(ranks * H100_TOKENS, seed=ranks), PRESETS["h100"], f"packed, {ranks} H100"
+def simulate(report: Report, ranks: int, tokens: int, batches: int) -> None:
+    """Several batches on many H100s in virtual time, each a turn."""
+    machine, table = PRESETS["h100"], f"packed, {ranks} H100"
     shape = f"H{H100_HEADS} Hk{H100_KV_HEADS} D{H100_DIM} bf16, in virtual time: 10 us, 50 GB/s, 495 TFLOP/s"
-    title = f"{ranks} H100 of {H100_TOKENS} tokens in {len(bounds) - 1} documents, {shape}"
-    report.tables[table] = Layout(title, COLUMNS)
-    whole = [
-        torch.empty(1, bounds[-1], heads, H100_DIM, dtype=torch.bfloat16, device="meta")
+    title = f"{ranks} H100 of {tokens} tokens, {batches} batches, {shape}"
+    report.tables[table] = Layout(title, H100_COLUMNS)
+    found: dict[str, list[dict[str, float]]] = {}
+
+    def take(turn: int) -> list[dict[str, Sample]]:
+        bounds = documents(ranks * tokens, seed=turn - 1)
+        elapsed = {ONE: _simulate_alone(bounds, machine)}
+        for layout in LAYOUTS:
+            result = VirtualWorld(ranks, machine).run(partial(_run_layout, layout, bounds))
+            seconds, sent = result.elapsed or 0.0, describe_ledgers(result.ledgers)["bytes_sent"]
+            bound = elapsed[ONE] / ranks + sent / machine.bandwidth
+            elapsed[f"weft, {layout}"] = seconds
+            row = {"bytes_sent": sent, "busiest": imbalance(layout, bounds, ranks), "to_bound": seconds / bound}
+            found.setdefault(f"weft, {layout}", []).append(row)
+        rest = {case: Sample(0.0) for case in elapsed}
+        return [{case: Sample(seconds) for case, seconds in elapsed.items()}, *[rest] * (ranks - 1)]
+
+    with report.progress(batches, f"{ranks} H100") as advance:
+        turns = []
+        for turn in range(1, batches + 1):
+            turns.append(take(turn))
+            advance()
+    facts: dict[str, dict[str, float | None]] = {ONE: dict.fromkeys(("bytes_sent", "busiest", "to_bound"))}
+    for case, rows in found.items():
+        facts[case] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        facts[case]["bytes_sent"] = int(facts[case]["bytes_sent"] or 0)
+    fill_table(report, table, lambda turn: turns[turn - 1], batches, lambda: None, facts, warm_ups=0)
+
+
+def _simulate_alone(bounds: Bounds, machine: Machine) -> float:
+    def program(axis: Axis) -> None:
+        _forward_and_backward(bounds[-1], cu_seqlens=torch.tensor(bounds), group=axis)
+
+    return VirtualWorld(1, machine).run(program).elapsed or 0.0
+
+
+def _run_layout(layout: str, bounds: Bounds, axis: Axis) -> None:
+    where = sequence(total=bounds[-1], layout=layout, cu_seqlens=bounds, group=axis)
+    _forward_and_backward(where.lengths[axis.rank], sequence=where, method="gather")
+
+
+def _forward_and_backward(tokens: int, **how: Any) -> None:
+    """Of tensors without memory, and with a gradient that is there already, so that nothing else takes time."""
+    q, k, v = (
+        torch.empty(1, tokens, heads, H100_DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for heads in (H100_HEADS, H100_KV_HEADS, H100_KV_HEADS)
-    ]
-    one = VirtualWorld(1, machine).run(lambda axis: alone(bounds, whole)())
-    world, elapsed, facts = VirtualWorld(ranks, machine), {ONE: Sample(one.elapsed or 0.0)}, {}
-    balance = VirtualWorld(ranks).run(partial(imbalance, bounds=bounds)).results[0]
-    for layout in LAYOUTS:
-        case = f"weft, {layout}"
-        result = world.run(partial(_run_layout, layout, bounds, whole))
-        elapsed[case] = Sample(result.elapsed or 0.0)
-        facts[case] = {**describe_ledgers(result.ledgers), "busiest": balance[case]}
-    rows = [elapsed, *({case: Sample(0.0) for case in elapsed} for _ in range(ranks - 1))]
-    fill_table(
-        report,
-        table,
-        lambda turn: rows,
-        1,
-        lambda: None,
-        {ONE: {"busiest": None, "bytes_sent": None}, **facts},
-        warm_ups=0,
     )
-
-
-def _run_layout(layout: str, bounds: Bounds, whole: Sequence[Tensor], axis: Axis) -> None:
-    by_layout(axis, layout, bounds, whole)()
+    out = attention(q, k, v, causal=True, **how)
+    torch.autograd.grad(out, (q, k, v), torch.empty_like(out))

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from weft.comm import Pending
 from weft.comm.arguments import find_integer_fault, show
-from weft.ops.attention.kv_exchange import GradReturn, KVBlock, KVExchange, take
+from weft.ops.attention.kv_exchange import GradReturn, KVBlock, KVExchange, rearrange, take
 from weft.ops.attention.plan import KeySpan, count, unite
 
 _MOST_HEADS = 1 << 16
@@ -18,6 +18,8 @@ _MOST_HEADS = 1 << 16
 
 def gather(kv: KVExchange) -> Iterator[KVBlock]:
     """The own block, then one for each step of the strides with all the others' keys that are needed here.
+
+    Keys arrive owner by owner. Where a kernel is then called less often, they are put in the order of the sequence.
 
     Two steps are under way before the first computation, and each later one is sent for when the buffers of the
     step two before it are free. In the backward the gradients of a step travel while the next is computed, and the
@@ -27,18 +29,20 @@ def gather(kv: KVExchange) -> Iterator[KVBlock]:
     wanted = {other: plan.visible_to(rank, other) for other in kv.call.others}  # of this rank's keys
     needed = {other: plan.visible_to(other, rank) for other in kv.call.others}  # of theirs
     packed = unite(wanted.values())
-    spans: list[KeySpan] = []
+    arrived: list[KeySpan] = []  # how they lie when they arrive
     begins: dict[int, int] = {}
     tokens = 0
     for owner, ranges in needed.items():
         begins[owner] = tokens
-        spans += plan.place(owner, ranges, tokens)
+        arrived += plan.place(owner, ranges, tokens)
         tokens += count(ranges)
+    spans = plan.order_keys(rank, tuple(arrived))  # how they are computed
     strides = kv.strides or choose_strides(kv.kv_heads, kv.call.size)
     steps = [slice(end - width, end) for end, width in zip(accumulate(strides), strides, strict=True)]
     widest = max(strides)
     slots = range(min(2, len(steps)))
     receive_buffers = [kv.buffer(tokens, widest) for _ in slots]
+    ordered = kv.buffer(tokens, widest) if spans != tuple(arrived) else None
     send_buffers = [kv.buffer(count(packed), widest) for _ in slots]
 
     def send_for(step: int) -> Pending[None]:
@@ -52,14 +56,18 @@ def gather(kv: KVExchange) -> Iterator[KVBlock]:
 
     grads = None
     if kv.is_backward:
-        grads = GradReturn(kv, tokens, sum(count(ranges) for ranges in wanted.values()), widest)
+        own_tokens = sum(count(ranges) for ranges in wanted.values())
+        grads = GradReturn(kv, tokens, own_tokens, widest, None if ordered is None else (spans, arrived))
     pending = {step: send_for(step) for step in slots}
     yield from kv.own_first()
     for step, heads in enumerate(steps):
         width = heads.stop - heads.start
         pending.pop(step).wait()
         sums = None if grads is None else grads.zeros(tokens, width)
-        yield kv.block(kv.view(receive_buffers[step % 2], tokens, width), spans, heads, sums)
+        keys = kv.view(receive_buffers[step % 2], tokens, width)
+        if ordered is not None:
+            keys = rearrange(keys, arrived, spans, kv.view(ordered, tokens, width))
+        yield kv.block(keys, spans, heads, sums)
         if grads is not None and sums is not None:
             owners = [(owner, ranges, ranges, begins[owner]) for owner, ranges in needed.items()]
             grads.send(sums, owners, list(wanted.items()), heads)

@@ -83,9 +83,12 @@ def attend_block_backward(
 
 
 def takes_flash(q: Tensor, v: Tensor, softcap: float, of_lse: bool) -> bool:
-    """Whether a device's flash operators have such scores; ``of_lse``: in a backward with a gradient of lse."""
+    """Whether a device's flash operators have such scores; ``of_lse``: in a backward with a gradient of lse.
+
+    Meta tensors in half precision stand for those of a device.
+    """
     fits = _one_size(q, v, of_lse) <= on_device.LARGEST_HEAD
-    return runs_behind(q.device) and q.dtype in HALVES and not softcap and fits
+    return (q.is_meta or runs_behind(q.device)) and q.dtype in HALVES and not softcap and fits
 
 
 def _one_size(q: Tensor, v: Tensor, of_lse: bool) -> int:

@@ -169,23 +169,36 @@ def take(memory: Tensor, wanted: Ranges, present: Ranges, at: int = 0) -> Tensor
     return joined
 
 
+def rearrange(memory: Tensor, spans: Sequence[KeySpan], wanted: Sequence[KeySpan], out: Tensor) -> Tensor:
+    """Tokens that lie as ``spans`` say, one after the other as ``wanted`` says, in ``out``."""
+    found = {span.offset: memory[span.at : span.at + span.length] for span in spans}
+    return torch.cat([found[span.offset] for span in wanted], out=out)
+
+
 class GradReturn:
     """Gradients of others' keys on their way to their owners, one batch at a time while the next is computed."""
 
-    def __init__(self, kv: KVExchange, tokens: int, own_tokens: int, heads: int) -> None:
-        """Buffers for ``tokens`` that this rank computes and for ``own_tokens`` that others compute, at most."""
-        self._kv = kv
+    def __init__(
+        self, kv: KVExchange, tokens: int, own_tokens: int, heads: int,
+        order: tuple[Sequence[KeySpan], Sequence[KeySpan]] | None = None,
+    ) -> None:  # fmt: skip
+        """Buffers for ``tokens`` that this rank computes and for ``own_tokens`` that others compute, at most.
+
+        ``order``: how they lie, and how they travel, if that is not the same.
+        """
+        self._kv, self._order = kv, order
         wide = torch.promote_types(kv.k.dtype, torch.float32)
-        self._sums = [kv.buffer(tokens, heads, wide) for _ in range(2)]
-        rounded = kv.grad_dtype != wide
-        self._rounded = kv.buffer(tokens, heads, kv.grad_dtype) if rounded else None
+        self._rounded = kv.buffer(tokens, heads, kv.grad_dtype) if kv.grad_dtype != wide else None
+        self._rearranged = kv.buffer(tokens, heads, kv.grad_dtype) if order is not None else None
+        copied = self._rounded is not None or self._rearranged is not None
+        self._sums = [kv.buffer(tokens, heads, wide) for _ in range(1 if copied else 2)]
         self._received = kv.buffer(own_tokens, heads, kv.grad_dtype)
         self._pending: tuple[Pending[None], Tensor, list[tuple[int, Ranges]], slice] | None = None
         self._turn = 0
 
     def zeros(self, tokens: int, heads: int) -> Tensor:
-        """Zeros to sum the next batch in, as a `view`; the batch before may still be travelling."""
-        self._turn = 1 - self._turn
+        """Zeros to sum the next batch in, as a `view`; the batch before, or a copy, may still be travelling."""
+        self._turn = (self._turn + 1) % len(self._sums)
         return self._kv.view(self._sums[self._turn], tokens, heads).zero_()
 
     def send(
@@ -200,6 +213,8 @@ class GradReturn:
         kv, width = self._kv, heads.stop - heads.start
         if self._rounded is not None:
             sums = kv.view(self._rounded, sums.shape[0], width).copy_(sums)
+        if self._rearranged is not None and self._order is not None:
+            sums = rearrange(sums, *self._order, kv.view(self._rearranged, sums.shape[0], width))
         outgoing = [(owner, take(sums, ranges, present, at)) for owner, ranges, present, at in owners]
         received = kv.view(self._received, sum(count(ranges) for _, ranges in readers), width)
         incoming, at = [], 0

@@ -91,6 +91,17 @@ class AttentionPlan:
             self._blocks[key] = [(tile, blocks) for tile, blocks in found if blocks]
         return self._blocks[key]
 
+    def order_keys(self, rank: int, spans: tuple[KeySpan, ...]) -> tuple[KeySpan, ...]:
+        """``spans`` one after the other in sequence order if the rank then has fewer blocks, else as given."""
+        ordered, at = [], 0
+        for span in sorted(spans, key=lambda span: span.offset):
+            ordered.append(KeySpan(at, span.length, span.offset))
+            at += span.length
+        here, there = (
+            sum(len(blocks) for _, blocks in self.blocks(rank, each)) for each in (spans, tuple(ordered))
+        )  # fmt: skip
+        return tuple(ordered) if there < here else spans
+
     def pairs(self, rank: int) -> int:
         """Scores the rank's queries have to compute, against all keys: the measure of balance."""
         whole = (KeySpan(0, sum(self.lengths), 0),)
