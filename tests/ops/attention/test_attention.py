@@ -18,7 +18,7 @@ from worlds import current_rules, every, virtual_world
 
 import weft
 from weft.comm.wire import Pending
-from weft.ops.attention import attention, plan
+from weft.ops.attention import attention, gather, kv_exchange, plan
 from weft.ops.attention.distributed import METHODS
 from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS
 from weft.world.virtual_wire import VirtualWire
@@ -210,6 +210,24 @@ def test_windows_over_many_tiles(method: str, causal: bool, window: tuple[int, i
         assert not any(run.results), run.results
 
 
+LONG = (150,) * 4, (0, 260, 270, 560, 600)  # a balanced deal of these documents brings keys out of order
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_arrive_out_of_order(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, bounds = LONG
+    case, rearranged = Case(sum(lengths), 8, 4, 1, causal, None, bounds), []
+
+    def rearrange(*args: object) -> Tensor:
+        rearranged.append(args)
+        return kv_exchange.rearrange(*args)
+
+    monkeypatch.setattr(gather, "rearrange", rearrange)
+    found = virtual_world(4).run(lambda axis: faults(axis, case, lengths, "balanced", method="gather")).results
+    assert not any(found), found
+    assert rearranged
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wire", ["default", "half"])
@@ -363,8 +381,10 @@ def test_nobody_writes_to_what_is_travelling(method: str, layout: str, monkeypat
         return Pending(finish)
 
     monkeypatch.setattr(VirtualWire, "exchange", exchange)
-    lengths = (5, 4, 6)
-    case = Case(sum(lengths), 12, 12, 1, causal=True)
-    for options in ({}, {"grad_dtype": torch.bfloat16}):
-        virtual_world(3).run(lambda axis: run(axis, case, lengths, layout, torch.float32, method=method, **options))  # noqa: B023
+    for lengths, bounds in (((5, 4, 6), None), LONG):
+        case = Case(sum(lengths), 12, 12, 1, causal=True, bounds=bounds)
+        for options in ({}, {"grad_dtype": torch.bfloat16}):
+            virtual_world(len(lengths)).run(
+                lambda axis: run(axis, case, lengths, layout, torch.float32, method=method, **options)  # noqa: B023
+            )
     assert checked
