@@ -1,10 +1,13 @@
 """Chunks of a sequence dealt to ranks, so that all have as many and, as nearly as can be, the same attention work.
 
-The work of a chunk is the pairs of queries in it and keys that they see. Ways to deal, those by which
-fewer keys travel first:
+The work of a chunk is the pairs of queries in it and keys that they see. Ways to deal, those by which fewer keys travel
+first:
 
 - `_in_order`: as contiguous.
 - `_by_stretch`: a long document to as few ranks as its work needs, in equal parts, and short ones to fill them up.
+- `_halve`, if none is long: a stretch for one half of the ranks and what is around it for the other, and so on with
+  each half. Of all stretches with half of the tokens one has half of the work, up to a chunk, so a rank needs about
+  two runs.
 - `_level`: the heaviest chunk left to the rank that needs work most.
 
 Chunks of the busiest rank are then swapped for lighter ones, and the first deal that is balanced is it; chunks are cut
@@ -25,7 +28,7 @@ from typing import Protocol
 
 Bounds = tuple[int, ...]  # of packed documents in the whole sequence: document n is bounds[n] : bounds[n+1]
 FEWEST_CHUNKS, MOST_CHUNKS, CHUNKS = 8, 64, 4096  # of a rank, if nobody says how many; about so many of all ranks
-TIMES = (1, 2, 4, 8)  # as many chunks, where one would be too much work
+TIMES = (1, 2, 4, 8)  # as many chunks, where fewer cannot be dealt evenly
 BALANCED = 1.015  # the busiest rank's work over the mean
 SWAPS, PARTNERS = 1, 8  # at most so many swaps for each rank, and ranks that are asked for one
 TIDY = 32  # ranks after which what has been dealt is taken off the order
@@ -57,9 +60,9 @@ def deal_chunks(
 ) -> Deal:
     """``total`` tokens on ``size`` ranks, each with ``chunks_per_rank`` chunks whose lengths differ by at most a token.
 
-    More chunks (`TIMES`) where so many cannot be dealt `BALANCED`; fewer where they would be shorter
-    than their number, so that the ranks' lengths differ by at most a chunk. ``documents``: boundaries for each row of
-    a batch, none for one document. Without a ``mask`` tokens see those before them in their document.
+    More chunks (`TIMES`) where so many cannot be dealt `BALANCED`; fewer where they would be shorter than their number,
+    so that the ranks' lengths differ by at most a chunk. ``documents``: boundaries for each row of a batch, none for
+    one document. Without a ``mask`` tokens see those before them in their document.
     """
     wanted = chunks_per_rank or min(max(CHUNKS // size, FEWEST_CHUNKS), MOST_CHUNKS)
     limit = isqrt(total // size) if size > 1 else 1
