@@ -16,7 +16,8 @@ from weft.ops.attention.distributed import Attention
 from weft.ops.attention.kv_exchange import KVExchange
 from weft.ops.attention.plan import Options, plan_attention
 from weft.ops.attention.ulysses import HeadExchange
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, lengths_of
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, lay_out
+from weft.ops.sequence.runs import lengths_of
 
 HEADS, DIM, TOKENS = 4, 8, 16
 TOKEN = 2 * HEADS * DIM * 4  # bytes of k and v of one token
