@@ -144,7 +144,7 @@ def test_every_visible_pair_is_computed_once(layout: str, causal: bool, window: 
                 for block in blocks:
                     for i in range(tile.length):
                         for j in range(block.length):
-                            query, key = tile.offset + i, tokens[block.at + j]
+                            query, key = tile.seen.q_start + i, tokens[block.at + j]
                             shown = block.kind == "full" or (block.kind == "causal" and j <= i)
                             if block.kind == "band":
                                 shown = -block.left <= block.shift + j - i <= block.right
