@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from weft.ops.sequence.deal import Bounds, CountedMask, Deal, deal_chunks
@@ -29,16 +31,21 @@ def deal_runs(
 
 
 def join_chunks(deal: Deal, size: int) -> Runs:
-    """The runs of dealt chunks: those of a rank that meet are one."""
-    held = [0] * size
+    """The runs of dealt chunks."""
+    return join_pieces(zip(deal.ranks, (stop - start for start, stop in pairwise(deal.cuts)), strict=True), size)
+
+
+def join_pieces(pieces: Iterable[tuple[int, int]], size: int) -> Runs:
+    """The runs of (rank, length), in the order of the sequence: those of a rank that meet are one."""
+    held, offset = [0] * size, 0
     runs: list[TokenRun] = []
-    for rank, offset, stop in zip(deal.ranks, deal.cuts, deal.cuts[1:], strict=False):
-        length = stop - offset
+    for rank, length in pieces:
         if runs and runs[-1].rank == rank:
             runs[-1] = runs[-1]._replace(length=runs[-1].length + length)
         else:
             runs.append(TokenRun(rank, held[rank], length, offset))
         held[rank] += length
+        offset += length
     return tuple(runs)
 
 
