@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, Runs, lay_out, shard_runs
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, lay_out, shard_runs
+from weft.ops.sequence.runs import Runs
 
 # Where layouts are one axis of a large matrix, `make soak` runs it for "balanced".
 EVERY_LAYOUT = [*ANY_LENGTHS, *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS if one not in ANY_LENGTHS)]

@@ -27,7 +27,7 @@ from worlds import virtual_world
 import weft
 from weft.integrations.transformers import ContextParallel
 from weft.integrations.transformers.mixers import FAMILIES
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS
 from weft.world.launch import ProcessWorld
 
 transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")

@@ -9,7 +9,8 @@ import pytest
 
 from weft.cli import show_layouts
 from weft.ops.attention.plan import count, plan_attention
-from weft.ops.sequence.runs import LAYOUTS, lengths_of
+from weft.ops.sequence.layout import LAYOUTS
+from weft.ops.sequence.runs import lengths_of
 from weft.report.layouts import draw_documents, share_out
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.ops.sequence.runs import LAYOUTS, shard_runs
+from weft.ops.sequence.layout import LAYOUTS, shard_runs
 from weft.train.batches import IGNORED, Batch, Batches, Shard, validation_batches
 from weft.train.corpus import Corpus
 

@@ -11,7 +11,8 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable
-from typing import ParamSpec, TypeVar
+from itertools import pairwise
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,26 @@ def read(operation: str, rank: int | None, reading: Callable[[], T | Exception])
         return reading()
     except Exception as error:
         return as_fault(f"{operation}: the arguments cannot be read", error, at(rank))
+
+
+def read_bounds(operation: str, cu_seqlens: Any, rank: int) -> tuple[int, ...] | Exception | None:
+    """Where packed documents begin and end, as integers, or what is wrong with that.
+
+    The host reads them: on a device it waits for that.
+    """
+    if cu_seqlens is None:
+        return None
+    if isinstance(cu_seqlens, DTensor):
+        return TypeError(f"{operation}: cu_seqlens is a DTensor; pass the whole, on every rank (rank {rank})")
+    given = read(operation, rank, lambda: torch.as_tensor(cu_seqlens))
+    if isinstance(given, Exception) or given.is_meta or given.dtype.is_floating_point or given.dtype == torch.bool:
+        return TypeError(f"{operation}: cu_seqlens must be integers, got {show(cu_seqlens)} (rank {rank})")
+    bounds = tuple(given.reshape(-1).tolist())
+    if len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds)):
+        return bounds
+    return ValueError(
+        f"{operation}: cu_seqlens must be integers that rise from 0, got {list(bounds[:8])} (rank {rank})"
+    )
 
 
 def show(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Message = tuple[int, Tensor]  # (rank on the axis, contiguous tensor to send or to fill)
+
+
+class _Thread(threading.local):
+    is_beside = False  # it runs a lane: while it waits, the main line does not stand
+
+
+_thread = _Thread()
+
+
+def is_recording() -> bool:
+    """Whether any ledger would take an event of this thread."""
+    return bool(ledger.opened) or ledger.here.own is not None
 
 
 class Expected:
@@ -92,7 +105,7 @@ class Call:
         to_self = [tensor for to, tensor in sends if to == own]
         for source, target in zip(to_self, expected.from_self, strict=True):
             target.copy_(source.view(target.shape))
-        if not ledger.is_recording():
+        if not is_recording():
             return self.wire.exchange(self.record, outgoing, expected.pending)
         expected.event = self._enter(self.record.operation, outgoing, expected.messages)
         return self._recorded(self.wire.exchange(self.record, outgoing, expected.pending), expected.event)
@@ -101,7 +114,7 @@ class Call:
         """An exchange of integers that the host reads, under a tag of its own."""
         outgoing = [(self.members[to], tag, tensor) for to, tensor in sends if tensor.numel()]
         incoming = [(self.members[at], tag, tensor) for at, tensor in receives if tensor.numel()]
-        if not ledger.is_recording():
+        if not is_recording():
             return self.wire.exchange_on_host(self.record, outgoing, incoming)
         event = self._enter(f"{self.record.operation}.metadata", outgoing, incoming)
         return self._recorded(self.wire.exchange_on_host(self.record, outgoing, incoming), event)
@@ -127,7 +140,7 @@ class Call:
             pending.wait()
             event.finish(self.wire.clock())
             event.waited += (event.end or start) - start
-            event.beside = ledger.is_beside()
+            event.beside = _thread.is_beside
 
         return Pending(finish)
 
@@ -204,15 +217,18 @@ def start_beside(
     """Start a lane. How long the main line stands waiting for it is entered in the ledgers that are open then."""
 
     def run() -> T:
-        with ledger.beside_main():
+        before, _thread.is_beside = _thread.is_beside, True
+        try:
             return schedule()
+        finally:
+            _thread.is_beside = before
 
     pending = wire.start(run, device, operation, buffers)
 
     def finish() -> T:
         start = wire.clock()
         value = pending.wait()
-        if ledger.is_recording() and not ledger.is_beside():
+        if is_recording() and not _thread.is_beside:
             ledger.note_standing(operation, start, wire.clock())
         return value
 

@@ -7,7 +7,6 @@ else as text. Nothing is checked, numbered or sent then. What happens when the g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,10 +39,7 @@ def traceable(
         name, outside = operation.__name__, eager(operation)
         operations[name] = Operation(outside, keeps_outputs)
 
-        @functools.wraps(operation)
-        def run(*args: P.args, **keywords: P.kwargs) -> T:
-            if not torch.compiler.is_dynamo_compiling():
-                return outside(*args, **keywords)
+        def write(*args: P.args, **keywords: P.kwargs) -> T:
             call = _WrittenCall()
             words = [call.write(value) for value in args]
             words += [f"{key}={call.write(value)}" for key, value in keywords.items()]
@@ -64,7 +60,7 @@ def traceable(
             )
             return arrange(outs)
 
-        return run
+        return eager(operation, traced=write)
 
     return decorate
 

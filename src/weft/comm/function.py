@@ -219,22 +219,29 @@ def second_derivatives(operation: str) -> NotImplementedError:
     )
 
 
-def eager(operation: Callable[P, T]) -> Callable[P, T]:
+def eager(operation: Callable[P, T], traced: Callable[P, T] | None = None) -> Callable[P, T]:
     """Let ``operation``, which numbers its calls and talks to other ranks, run outside torch.compile.
 
-    A model that calls it has a graph break there.
+    A model that calls it has a graph break there, or what ``traced`` does in the place of it while a model is traced.
     Like ``torch.compiler.disable``, but without importing the compiler, which takes seconds, where nobody compiles.
     """
 
-    outside: list[Callable[P, T]] = []
+    disabled: list[Callable[P, T]] = []
 
     @functools.wraps(operation)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def outside(*args: P.args, **keywords: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:
-            return operation(*args, **kwargs)
-        if not outside:
-            outside.append(torch.compiler.disable(operation))
-        return outside[0](*args, **kwargs)
+            return operation(*args, **keywords)
+        if not disabled:
+            disabled.append(torch.compiler.disable(operation))
+        return disabled[0](*args, **keywords)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch.compiler.disable leaves
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch.compiler.disable leaves
+    if traced is None:
+        return outside
+
+    @functools.wraps(operation)
+    def run(*args: P.args, **keywords: P.kwargs) -> T:
+        return traced(*args, **keywords) if torch.compiler.is_dynamo_compiling() else outside(*args, **keywords)
+
     return run

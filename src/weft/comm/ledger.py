@@ -180,8 +180,14 @@ def _longest_chain(events: Iterable[Event]) -> int:
     return max(depth.values(), default=0)
 
 
-_open: list[tuple[Ledger, Ledger | None]] = []  # a ledger, and the virtual rank's ledger it was opened under
-_here = threading.local()  # .own: the ledger of the virtual rank this thread belongs to; absent in a real process
+class _Here(threading.local):
+    """What a thread belongs to."""
+
+    own: Ledger | None = None  # of the virtual rank whose thread this is; None in a real process
+
+
+opened: list[tuple[Ledger, Ledger | None]] = []  # a ledger, and the virtual rank's ledger it was opened under
+here = _Here()
 
 
 @contextmanager
@@ -193,37 +199,17 @@ def record() -> Iterator[Ledger]:
     >>> ledger.bytes_sent
     0
     """
-    entry = (Ledger(), getattr(_here, "own", None))
-    _open.append(entry)
+    entry = (Ledger(), here.own)
+    opened.append(entry)
     try:
         yield entry[0]
     finally:
-        _open[:] = [other for other in _open if other is not entry]
-
-
-@contextmanager
-def beside_main() -> Iterator[None]:
-    """What this thread waits for in here, it waits for in a lane: the main line does not stand."""
-    before, _here.beside = getattr(_here, "beside", False), True
-    try:
-        yield
-    finally:
-        _here.beside = before
-
-
-def is_beside() -> bool:
-    """Whether this thread is in a lane now."""
-    return getattr(_here, "beside", False)
+        opened[:] = [other for other in opened if other is not entry]
 
 
 def attach(own: Ledger) -> None:
     """Make this thread part of a virtual rank: what it sends is always entered in ``own``."""
-    _here.own = own
-
-
-def is_recording() -> bool:
-    """Whether any ledger would take an event of this thread."""
-    return bool(_open) or getattr(_here, "own", None) is not None
+    here.own = own
 
 
 def note(event: Event) -> None:
@@ -239,6 +225,5 @@ def note_standing(operation: str, start: float, end: float) -> None:
 
 
 def _covering() -> list[Ledger]:
-    own = getattr(_here, "own", None)
-    opened = [ledger for ledger, opened_under in _open if opened_under is None or opened_under is own]
-    return opened if own is None else [own, *opened]
+    covering = [ledger for ledger, under in opened if under is None or under is here.own]
+    return covering if here.own is None else [here.own, *covering]

@@ -10,6 +10,7 @@ sums have a fixed order.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from weft.comm import Axis
 from weft.comm.device import copy_to_device
 from weft.ops.attention import attention, head_strides
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.layout import Bounds, document_at, shard_lengths
+from weft.ops.sequence.layout import Bounds, shard_lengths
 
 Window = tuple[int, int]
 Out = Tensor | tuple[Tensor, Tensor, None]
@@ -90,11 +91,17 @@ def llama3_flash_attn_prepare_cu_seqlens(
     begin = sum(lengths[:rank])
     end = begin + lengths[rank]
     inside = [bound for bound in bounds if begin < bound < end]
-    start = document_at(bounds, begin)[0] if begin < end else begin
-    stop = end if causal or begin == end else document_at(bounds, end - 1)[1]
+    start = _document_at(bounds, begin)[0] if begin < end else begin
+    stop = end if causal or begin == end else _document_at(bounds, end - 1)[1]
     of_q, of_k = (0, *(b - begin for b in inside), end - begin), (0, *(b - start for b in inside), stop - start)
     as_tensors = (copy_to_device(torch.tensor(one, dtype=torch.int32), cu_seqlens.device) for one in (of_q, of_k))
     return *as_tensors, _longest(of_q), _longest(of_k), slice(start, stop)  # type: ignore[return-value]
+
+
+def _document_at(bounds: Bounds, position: int) -> tuple[int, int]:
+    """Where the document of a position begins and ends."""
+    number = bisect_right(bounds, position) - 1
+    return bounds[number], bounds[number + 1]
 
 
 def llama3_flash_attn_varlen_func(

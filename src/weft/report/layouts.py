@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from weft.ops.sequence.deal import Bounds, count_pairs
-from weft.ops.sequence.runs import LAYOUTS, Runs, shard_runs
+from weft.ops.sequence.layout import LAYOUTS, shard_runs
+from weft.ops.sequence.runs import Runs
 from weft.report.svg import WIDTHS, line, rectangle, text
 
 LEFT, MIDDLE, GAP, STRIP = 86.0, 500.0, 24.0, 40.0  # of the picture: where strips begin and end; their distance, height

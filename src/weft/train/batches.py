@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.ops.sequence.layout import shard_runs
 from weft.ops.sequence.operation import cut
-from weft.ops.sequence.runs import shard_runs
 from weft.train.corpus import Corpus
 
 IGNORED = -100  # the target of a token that does not count, as in torch's cross_entropy

@@ -20,7 +20,7 @@ import weft
 from weft.comm.wire import Pending
 from weft.ops.attention import attention, gather, kv_exchange, plan
 from weft.ops.attention.distributed import METHODS
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS
 from weft.world.virtual_wire import VirtualWire
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -12,12 +12,13 @@ from layouts import runs_of
 
 import weft
 from weft.ops.attention import attention
-from weft.ops.attention.blocks import KeySpan
 from weft.ops.attention.distributed import Attention
+from weft.ops.attention.gather import order_keys
 from weft.ops.attention.kv_exchange import KVExchange
-from weft.ops.attention.plan import Options, plan_attention
+from weft.ops.attention.plan import KeySpan, Options, plan_attention
 from weft.ops.attention.ulysses import HeadExchange
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, lengths_of
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, lay_out
+from weft.ops.sequence.runs import lengths_of
 
 HEADS, DIM, TOKENS = 4, 8, 16
 TOKEN = 2 * HEADS * DIM * 4  # bytes of k and v of one token
@@ -144,7 +145,7 @@ def test_every_visible_pair_is_computed_once(layout: str, causal: bool, window: 
                 for block in blocks:
                     for i in range(tile.length):
                         for j in range(block.length):
-                            query, key = tile.offset + i, tokens[block.at + j]
+                            query, key = tile.seen.q_start + i, tokens[block.at + j]
                             shown = block.kind == "full" or (block.kind == "causal" and j <= i)
                             if block.kind == "band":
                                 shown = -block.left <= block.shift + j - i <= block.right
@@ -239,7 +240,7 @@ def test_keys_in_the_order_of_the_sequence_need_fewer_blocks() -> None:
             for owner in set(range(4)) - {rank}:
                 at = sum(span.length for span in arrived)
                 arrived += plan.place(owner, plan.visible_to(owner, rank), at)
-            spans = plan.order_keys(rank, tuple(arrived))
+            spans = order_keys(plan, rank, tuple(arrived))
             if spans == tuple(arrived):
                 continue
             moved += 1

@@ -17,7 +17,7 @@ from torch import Tensor
 import weft
 from weft.ops.attention import attention
 from weft.ops.attention.distributed import METHODS
-from weft.ops.sequence.runs import ANY_LENGTHS
+from weft.ops.sequence.layout import ANY_LENGTHS
 from weft.world.launch import ProcessWorld
 
 T, HEADS, KV_HEADS, DIM = 45, 4, 2, 8

@@ -9,7 +9,7 @@ from test_attention_reference import DIM, slice_of
 
 import weft
 from weft.ops.attention import attention, plan
-from weft.ops.sequence.runs import ANY_LENGTHS, lay_out
+from weft.ops.sequence.layout import ANY_LENGTHS, lay_out
 
 # Blocks of plain plans, (queries, [(keys at, length, kind), ...]): what kernels compute must not change with masks.
 PLAIN = {

@@ -23,7 +23,7 @@ from worlds import current_rules, every, virtual_world
 import weft
 from weft.ops.attention import attention, plan
 from weft.ops.attention.distributed import METHODS
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, shard_runs
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, lay_out, shard_runs
 from weft.ops.sequence.runs import lengths_of as tokens_of
 from weft.world.launch import ProcessWorld
 

@@ -18,7 +18,7 @@ import weft
 from weft.ops.attention import attention
 from weft.ops.attention.blockwise import merge_into
 from weft.ops.attention.distributed import METHODS
-from weft.ops.sequence.runs import ANY_LENGTHS
+from weft.ops.sequence.layout import ANY_LENGTHS
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 

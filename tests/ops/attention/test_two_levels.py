@@ -20,7 +20,8 @@ import weft
 from weft.ops.attention import attention
 from weft.ops.attention.distributed import TWO_LEVELS
 from weft.ops.attention.heads import deal_heads
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, TokenRun
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS
+from weft.ops.sequence.runs import TokenRun
 from weft.world.launch import ProcessWorld
 
 MESHES = [(2, 2), (2, 3), (3, 2), (4, 2)]

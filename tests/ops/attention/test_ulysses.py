@@ -18,7 +18,8 @@ from worlds import every, virtual_world
 import weft
 from weft.ops.attention import attention
 from weft.ops.attention.heads import HeadPart, deal_heads, group_runs, head_parts
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, TokenRun, lay_out
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, lay_out
+from weft.ops.sequence.runs import TokenRun
 from weft.ops.sequence.runs import lengths_of as tokens_of
 
 HEADS = [(4, 2), (3, 1), (6, 3), (2, 2), (8, 2), (5, 5), (1, 1)]

@@ -21,7 +21,8 @@ from weft.comm.wire import SoloWire
 from weft.errors import DisagreementError
 from weft.ops.attention.plan import count, plan_attention
 from weft.ops.sequence.deal import Deal
-from weft.ops.sequence.runs import join_chunks, lengths_of, shard_runs
+from weft.ops.sequence.layout import shard_runs
+from weft.ops.sequence.runs import join_chunks, lengths_of
 from weft.world.launch import ProcessWorld
 
 HEADS, DIM = 4, 3

@@ -17,7 +17,8 @@ import pytest
 from weft.ops.attention.plan import count, plan_attention
 from weft.ops.sequence.deal import Deal, _level, count_pairs, deal_chunks
 from weft.ops.sequence.deal import __file__ as deal_file
-from weft.ops.sequence.runs import Runs, deal_runs, join_chunks, lengths_of, shard_runs
+from weft.ops.sequence.layout import shard_runs
+from weft.ops.sequence.runs import Runs, deal_runs, join_chunks, lengths_of
 
 
 def draw_documents(draw: random.Random, total: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from ranks import errors_of
 from worlds import virtual_world
 
 import weft
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, lay_out
 
 # After (6, 6, 6) rank 1 cannot know by its own length that its tokens have moved: its prediction is wrong.
 SPLITS = ((6, 6, 6), (2, 15, 1), (6, 6, 6), (8, 6, 4), (0, 0, 18), (5, 7, 6))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from worlds import virtual_world
 
 import weft
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, lay_out, shard_lengths
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, lay_out, shard_lengths
 
 pytestmark = pytest.mark.usefixtures("every_network")
 

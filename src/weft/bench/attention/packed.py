@@ -20,8 +20,8 @@ from weft.comm.wire import SoloWire
 from weft.ops.attention import attention
 from weft.ops.attention.plan import plan_attention
 from weft.ops.sequence import sequence, shard
-from weft.ops.sequence.layout import LAYOUTS, Bounds
-from weft.ops.sequence.runs import lengths_of, shard_runs
+from weft.ops.sequence.layout import LAYOUTS, Bounds, shard_runs
+from weft.ops.sequence.runs import lengths_of
 from weft.world import VirtualWorld
 from weft.world.machine import PRESETS, Machine
 

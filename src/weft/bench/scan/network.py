@@ -28,7 +28,7 @@ from weft.ops.attention import attention
 from weft.ops.attention.distributed import METHODS as ATTENTION_METHODS
 from weft.ops.linear_attention import linear_attention
 from weft.ops.scan import METHODS, exclusive_scan
-from weft.ops.sequence.runs import ANY_LENGTHS
+from weft.ops.sequence.layout import ANY_LENGTHS
 from weft.world import Machine, VirtualWorld
 
 HEADS = 6  # of softmax attention

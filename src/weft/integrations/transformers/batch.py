@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from weft.comm import Axis
 from weft.ops.sequence import Sequence
 from weft.ops.sequence.deal import Bounds
-from weft.ops.sequence.runs import Runs, deal_runs, lengths_of, shard_runs
+from weft.ops.sequence.layout import shard_runs
+from weft.ops.sequence.runs import Runs, deal_runs, lengths_of
 
 KEY = "weft"  # where a shard of a batch carries what it must know about the whole
 IGNORED = -100  # the label of a token that is nobody's target

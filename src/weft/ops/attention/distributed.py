@@ -18,10 +18,11 @@ from weft.comm.function import RankFunction, tie
 from weft.ops.attention.blockwise import Grads, Saved, backward_by_blocks, begin_by_blocks, forward_by_blocks
 from weft.ops.attention.gather import gather
 from weft.ops.attention.heads import deal_heads, head_parts
-from weft.ops.attention.plan import AttentionPlan, Options, count, find_mask_fault
+from weft.ops.attention.plan import AttentionPlan, Options, count
 from weft.ops.attention.ring import ring
 from weft.ops.attention.ulysses import backward_by_heads, begin_by_heads, forward_by_heads, own_only, wire_dtype
 from weft.ops.sequence.layout import Sequence, predict, resolve
+from weft.ops.sequence.mask import Mask
 
 UNBALANCED = 1.25  # the slowest rank's share of scores over the mean, from which balance is worth more than bytes
 
@@ -96,6 +97,16 @@ def choose_method(
             token = 4 * part.heads * dtype.itemsize + 2 * part.kv_heads * (dtype.itemsize + back)
             ulysses_bytes += (sum(plan.lengths) - length) * token
     return "gather" if gather_bytes <= ulysses_bytes else "ulysses"
+
+
+def find_mask_fault(mask: Mask | None, lengths: tuple[int, ...], where: str = "") -> Exception | None:
+    """The error for a mask of another sequence."""
+    if mask is None or mask.total == sum(lengths):
+        return None
+    return ValueError(
+        f"attention: mask is of {mask.total} tokens, but the ranks hold {list(lengths)}, {sum(lengths)} in all; it "
+        f"must be of the whole sequence{where}"
+    )
 
 
 class Attention(RankFunction):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from weft.ops.attention.blocks import Block, KeySpan, QueryTile
-from weft.ops.attention.plan import AttentionPlan
+from weft.ops.attention.plan import AttentionPlan, Block, KeySpan, QueryTile
 from weft.ops.sequence.mask_slices import UNLIMITED
 
 

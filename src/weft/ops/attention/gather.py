@@ -11,7 +11,7 @@ from itertools import accumulate
 from weft.comm import Pending
 from weft.comm.arguments import find_integer_fault, show
 from weft.ops.attention.kv_exchange import GradReturn, KVBlock, KVExchange, rearrange, take
-from weft.ops.attention.plan import KeySpan, count, unite
+from weft.ops.attention.plan import AttentionPlan, KeySpan, count, unite
 
 _MOST_HEADS = 1 << 16
 
@@ -36,7 +36,7 @@ def gather(kv: KVExchange) -> Iterator[KVBlock]:
         begins[owner] = tokens
         arrived += plan.place(owner, ranges, tokens)
         tokens += count(ranges)
-    spans = plan.order_keys(rank, tuple(arrived))  # how they are computed
+    spans = order_keys(plan, rank, tuple(arrived))  # how they are computed
     strides = kv.strides or choose_strides(kv.kv_heads, kv.call.size)
     steps = [slice(end - width, end) for end, width in zip(accumulate(strides), strides, strict=True)]
     widest = max(strides)
@@ -76,6 +76,17 @@ def gather(kv: KVExchange) -> Iterator[KVBlock]:
     yield from kv.own_last()
     if grads is not None:
         grads.flush()
+
+
+def order_keys(plan: AttentionPlan, rank: int, arrived: tuple[KeySpan, ...]) -> tuple[KeySpan, ...]:
+    """The keys one after the other in the order of the sequence, if the rank then has fewer blocks, else as given."""
+    ordered, at = [], 0
+    for span in sorted(arrived, key=lambda span: span.offset):
+        ordered.append(KeySpan(at, span.length, span.offset))
+        at += span.length
+    spans = tuple(ordered)
+    before, after = (sum(len(blocks) for _, blocks in plan.blocks(rank, each)) for each in (arrived, spans))
+    return spans if after < before else arrived
 
 
 def head_strides(kv_heads: int, stride: int, first: int | None = None, last: int | None = None) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from weft.ops.attention.gather import choose_strides
-from weft.ops.sequence.runs import TokenRun
+from weft.ops.sequence.runs import TokenRun, join_pieces
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,11 @@ def group_runs(
     >>> group_runs((TokenRun(0, 0, 2, 0), TokenRun(1, 0, 4, 2), TokenRun(0, 2, 2, 6)), 1, 2)[0]
     (TokenRun(rank=0, start=0, length=8, offset=0),)
     """
-    joined: list[TokenRun] = []
     placed: list[list[TokenRun]] = [[] for _ in range(groups)]
     tokens = [0] * groups
     for run in runs:
         group, member = divmod(run.rank, inner)
         placed[group].append(TokenRun(member, run.start, run.length, tokens[group]))
-        if joined and joined[-1].rank == group:
-            before = joined.pop()
-            joined.append(TokenRun(group, before.start, before.length + run.length, before.offset))
-        else:
-            joined.append(TokenRun(group, tokens[group], run.length, run.offset))
         tokens[group] += run.length
-    return tuple(joined), tuple(map(tuple, placed))
+    joined = join_pieces(((run.rank // inner, run.length) for run in runs), groups)
+    return joined, tuple(map(tuple, placed))

@@ -28,10 +28,10 @@ from torch.nn.functional import pad
 from weft.comm.device import runs_behind
 from weft.ops.attention import on_device, tiles
 from weft.ops.attention.flash_calls import FlashCall
-from weft.ops.attention.masks import HALVES, band_mask
 from weft.ops.attention.plan import Block
 
 Triple = tuple[Tensor, Tensor, Tensor]
+HALVES = (torch.bfloat16, torch.float16)
 
 _aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def attend_block(
         out, lse = on_device.attend(q, k, v, block, scale)
         return out[..., :kept], lse
     q, k, v = (_widen(x, size) for x in _prepare(q, k, v))
-    mask, fully_masked = band_mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
+    mask, fully_masked = tiles.band_mask(q, k, block, q.dtype) if block.kind == "band" else (None, None)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
     )
@@ -74,7 +74,7 @@ def attend_block_backward(
     if isinstance(block, FlashCall):
         found = on_device.attend_backward(grad, q, k, v, out, lse, block, scale)
     else:
-        mask = band_mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
+        mask = tiles.band_mask(q, k, block, q.dtype)[0] if block.kind == "band" else None
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, block.kind == "causal", attn_mask=mask, scale=scale
         )

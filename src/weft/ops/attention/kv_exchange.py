@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Call, Pending
-from weft.ops.attention.plan import AttentionPlan, KeySpan, Ranges, count, locate
+from weft.ops.attention.plan import AttentionPlan, KeySpan, Range, Ranges, count
 
 
 @dataclass
@@ -155,7 +155,7 @@ def take(memory: Tensor, wanted: Ranges, present: Ranges, at: int = 0) -> Tensor
 
     One tensor, and so one message for each peer, whatever the mask looks like.
     """
-    places = [(at + place, length) for place, length in locate(wanted, present)]
+    places = [(at + place, length) for place, length in _locate(wanted, present)]
     if not places:
         return memory[:0]
     first, tokens = places[0][0], count(wanted)
@@ -173,6 +173,19 @@ def rearrange(memory: Tensor, spans: Sequence[KeySpan], wanted: Sequence[KeySpan
     """Tokens that lie as ``spans`` say, one after the other as ``wanted`` says, in ``out``."""
     found = {span.offset: memory[span.at : span.at + span.length] for span in spans}
     return torch.cat([found[span.offset] for span in wanted], out=out)
+
+
+def _locate(wanted: Ranges, present: Ranges) -> list[Range]:
+    """Where ``wanted`` lies in memory that holds ``present``, which has all of it, one after the other."""
+    found: list[Range] = []
+    number = at = 0
+    for start, length in wanted:
+        while sum(present[number]) <= start:
+            at += present[number][1]
+            number += 1
+        assert present[number][0] <= start and start + length <= sum(present[number]), f"{wanted} is not in {present}"
+        found.append((at + start - present[number][0], length))
+    return found
 
 
 class GradReturn:

@@ -19,9 +19,9 @@ from weft.comm.arguments import (
     the_choice,
 )
 from weft.comm.compiled import Shape, traceable
-from weft.ops.attention.distributed import METHODS, NAMES, TWO_LEVELS, Attention
+from weft.ops.attention.distributed import METHODS, NAMES, TWO_LEVELS, Attention, find_mask_fault
 from weft.ops.attention.gather import find_strides_fault
-from weft.ops.attention.plan import Options, find_mask_fault
+from weft.ops.attention.plan import Options
 from weft.ops.sequence.layout import DTYPES, Sequence, read_on_axis, read_tokens
 from weft.ops.sequence.mask import Mask
 from weft.parallel.levels import all_ranks, count_inner_ranks

@@ -2,21 +2,21 @@
 
 Every rank works this out for all ranks from their lengths alone, so nobody has to ask what to send.
 Tokens of an owner that others need are *ranges* of its local memory: (start, length), sorted, neighbours joined.
-A mask is slices (`MaskSlice`): documents, windows and what a `Mask` says alike. Kernels see blocks.
+A mask is slices (`MaskSlice`): documents, windows and what a `Mask` says alike. Kernels see blocks: what a tile of
+queries computes against keys that lie somewhere in memory.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from weft.ops.attention.blocks import Block, HeldKeys, KeySpan, QueryTile, cut_blocks
 from weft.ops.sequence.layout import Bounds, Sequence, TokenRun
 from weft.ops.sequence.mask import Mask
 from weft.ops.sequence.mask_slices import UNLIMITED, MaskSlice, alongside, join
@@ -25,6 +25,61 @@ LARGEST_TILE, SMALLEST_TILE = 512, 64  # queries at a time under a window: their
 
 Range = tuple[int, int]  # (start, length) in an owner's local memory
 Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """Keys ``at : at + length`` of some memory are the tokens at ``offset`` of the whole sequence."""
+
+    at: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """Queries of a slice that are computed together: ``start : start + length`` locally."""
+
+    start: int
+    seen: MaskSlice  # by these queries
+    first: bool  # no tile before it has any of these queries
+
+    @property
+    def length(self) -> int:
+        return self.seen.q_stop - self.seen.q_start
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys ``at : at + length`` against a tile of queries. ``kind``: full, causal (a square on the diagonal) or band.
+
+    In a band, query i sees key j where -left <= shift + j - i <= right.
+    """
+
+    at: int
+    length: int
+    kind: str
+    shift: int
+    left: int
+    right: int
+
+
+class HeldKeys:
+    """Spans of keys in some memory, which do not overlap, found by their places in the sequence."""
+
+    def __init__(self, spans: tuple[KeySpan, ...]) -> None:
+        self._spans = spans
+        self._order = sorted(range(len(spans)), key=lambda number: spans[number].offset)
+        self._offsets = [spans[number].offset for number in self._order]
+
+    def between(self, low: int, high: int) -> Iterator[tuple[KeySpan, int, int]]:
+        """The spans with tokens of ``low : high``, in the order of the memory, and which tokens those are."""
+        first, last = bisect_right(self._offsets, low) - 1, bisect_left(self._offsets, high)
+        for number in sorted(self._order[max(first, 0) : last]):
+            span = self._spans[number]
+            start, stop = max(low, span.offset), min(high, span.offset + span.length)
+            if start < stop:
+                yield span, start, stop
 
 
 @dataclass(frozen=True)
@@ -43,7 +98,7 @@ class AttentionPlan:
     lengths: tuple[int, ...]
     runs: tuple[TokenRun, ...]
     parts: list[list[SlicePart]]  # by rank
-    _runs: list[list[TokenRun]] = field(default_factory=list)  # by rank
+    runs_of: list[list[TokenRun]]  # by rank
     _tiles: dict[int, list[QueryTile]] = field(default_factory=dict)
     _blocks: dict[tuple[int, tuple[KeySpan, ...]], list[tuple[QueryTile, list[Block]]]] = field(default_factory=dict)
     _ranges: dict[tuple[int, int], Ranges] = field(default_factory=dict)
@@ -61,7 +116,7 @@ class AttentionPlan:
             if reader not in self._visible:
                 self._visible[reader] = join((part.seen.k_start, part.seen.k_stop) for part in self.parts[reader])
             visible, found = self._visible[reader], []
-            for run in self._runs_of(owner) if owner != reader else []:
+            for run in self.runs_of[owner] if owner != reader else []:
                 end = run.offset + run.length
                 number = bisect_right(visible, run.offset, key=lambda span: span[1])
                 while number < len(visible) and visible[number][0] < end:
@@ -75,7 +130,7 @@ class AttentionPlan:
         """The owner's ranges, one after the other from ``at`` on, with their places in the whole sequence."""
         spans = []
         for start, length in ranges:
-            for run in self._runs_of(owner):
+            for run in self.runs_of[owner]:
                 low, high = max(start, run.start), min(start + length, run.start + run.length)
                 if low < high:
                     spans.append(KeySpan(at + low - start, high - low, run.offset + low - run.start))
@@ -91,17 +146,6 @@ class AttentionPlan:
             self._blocks[key] = [(tile, blocks) for tile, blocks in found if blocks]
         return self._blocks[key]
 
-    def order_keys(self, rank: int, spans: tuple[KeySpan, ...]) -> tuple[KeySpan, ...]:
-        """``spans`` one after the other in sequence order if the rank then has fewer blocks, else as given."""
-        ordered, at = [], 0
-        for span in sorted(spans, key=lambda span: span.offset):
-            ordered.append(KeySpan(at, span.length, span.offset))
-            at += span.length
-        here, there = (
-            sum(len(blocks) for _, blocks in self.blocks(rank, each)) for each in (spans, tuple(ordered))
-        )  # fmt: skip
-        return tuple(ordered) if there < here else spans
-
     def pairs(self, rank: int) -> int:
         """Scores the rank's queries have to compute, against all keys: the measure of balance."""
         whole = (KeySpan(0, sum(self.lengths), 0),)
@@ -110,13 +154,6 @@ class AttentionPlan:
             for tile, blocks in self.blocks(rank, whole)
             for block in blocks
         )
-
-    def _runs_of(self, rank: int) -> list[TokenRun]:
-        if not self._runs:
-            self._runs = [[] for _ in self.lengths]
-            for run in self.runs:
-                self._runs[run.rank].append(run)
-        return self._runs[rank]
 
     def _tiles_of(self, rank: int) -> list[QueryTile]:
         if rank not in self._tiles:
@@ -133,23 +170,38 @@ class AttentionPlan:
         return self._tiles[rank]
 
 
+def cut_blocks(seen: MaskSlice, held: HeldKeys) -> list[Block]:
+    """What the queries of a tile have to compute against these keys."""
+    begin, end, low, high = seen[:4]
+    all_see = max(low, end - 1 + seen.low), min(high, begin + seen.high + 1)
+    if seen.high == 0 and all_see[0] == low:
+        regions = [(low, begin, "full"), (begin, end, "causal")]  # the plan has cut it where its keys end
+    elif end - begin > 1 and all_see != (low, high) and all_see[1] - all_see[0] < 2 * (end - begin):
+        regions = [(low, high, "band")]  # the part without a mask is too short to pay for a kernel of its own
+    else:
+        regions = [(low, all_see[0], "band"), (*all_see, "full"), (all_see[1], high, "band")]
+    blocks: list[Block] = []
+    for first, last, kind in regions:
+        for span, start, stop in held.between(first, last):
+            at, shift = span.at + start - span.offset, start - begin
+            _append(blocks, Block(at, stop - start, kind, shift, -seen.low, seen.high))
+    return blocks
+
+
+def _append(blocks: list[Block], new: Block) -> None:
+    """Add a block, as part of the last one where their keys are neighbours (in a band: in the sequence too)."""
+    last = blocks[-1] if blocks else new  # which is no neighbour of itself
+    meets = last.kind == new.kind and last.at + last.length == new.at
+    if meets and (new.kind == "full" or (new.kind == "band" and last.shift + last.length == new.shift)):
+        blocks[-1] = replace(last, length=last.length + new.length)
+    else:
+        blocks.append(new)
+
+
 def unite(parts: Iterable[Ranges]) -> Ranges:
     """The union of an owner's ranges."""
     joined = join((start, start + length) for ranges in parts for start, length in ranges)
     return tuple((low, high - low) for low, high in joined)
-
-
-def locate(wanted: Ranges, present: Ranges) -> list[Range]:
-    """Where ``wanted`` lies in memory that holds ``present``, which has all of it, one after the other."""
-    found: list[Range] = []
-    number = at = 0
-    for start, length in wanted:
-        while sum(present[number]) <= start:
-            at += present[number][1]
-            number += 1
-        assert present[number][0] <= start and start + length <= sum(present[number]), f"{wanted} is not in {present}"
-        found.append((at + start - present[number][0], length))
-    return found
 
 
 def count(ranges: Ranges) -> int:
@@ -180,11 +232,13 @@ def plan_attention(
         slices = sorted(piece for one in mask.within(left, right).slices for piece in _split(one))
     steps = {one: _step(one) for one in slices}
     parts: list[list[SlicePart]] = [[] for _ in lengths]
+    runs_of: list[list[TokenRun]] = [[] for _ in lengths]
     spans = [(run.offset, run.offset + run.length) for run in runs]
     for run, span, near in zip(runs, spans, alongside(spans, slices), strict=True):
+        runs_of[run.rank].append(run)
         shown = [(one, one.of_queries(*span)) for one in near]
         parts[run.rank] += [SlicePart(run, seen, steps[one]) for one, seen in shown if not seen.is_empty]
-    return AttentionPlan(lengths, runs, parts)
+    return AttentionPlan(lengths, runs, parts, runs_of)
 
 
 def _split(one: MaskSlice) -> Iterator[MaskSlice]:
@@ -204,16 +258,6 @@ def _step(one: MaskSlice) -> int:
         return queries
     width = min(one.high, one.k_stop - one.q_start) - max(one.low, one.k_start - one.q_stop)
     return min(max(width, SMALLEST_TILE), LARGEST_TILE)
-
-
-def find_mask_fault(mask: Mask | None, lengths: tuple[int, ...], where: str = "") -> Exception | None:
-    """The error for a mask of another sequence."""
-    if mask is None or mask.total == sum(lengths):
-        return None
-    return ValueError(
-        f"attention: mask is of {mask.total} tokens, but the ranks hold {list(lengths)}, {sum(lengths)} in all; it "
-        f"must be of the whole sequence{where}"
-    )
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis
-from weft.comm.arguments import find_choice_fault, find_integer_fault, find_tensor_fault, read, show
+from weft.comm.arguments import find_choice_fault, find_integer_fault, find_tensor_fault, read, read_bounds, show
 from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.ops.embedding.sharded import ShardedEmbedding
 from weft.ops.sequence import Sequence
-from weft.ops.sequence.layout import Bounds, axis_of, read_bounds, read_sequence, resolve
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, run_lengths
+from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS, Bounds, axis_of, read_sequence, resolve, run_lengths
 
 _DEALT = tuple(layout for layout in LAYOUTS if layout not in ANY_LENGTHS)
 _DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

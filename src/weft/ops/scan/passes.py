@@ -25,8 +25,7 @@ from weft.ops.scan.state_scan import (
     share_final_states,
     states_by_run,
 )
-from weft.ops.sequence.layout import Bounds, Sequence, predict, resolve
-from weft.ops.sequence.runs import ANY_LENGTHS
+from weft.ops.sequence.layout import ANY_LENGTHS, Bounds, Sequence, predict, resolve
 
 
 class PassOptions(Protocol):

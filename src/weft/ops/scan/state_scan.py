@@ -18,8 +18,7 @@ from weft.comm import Axis, Call, Path, Pending
 from weft.comm.rounds import ScheduleExecutor
 from weft.ops.scan.affine import Affine, Form
 from weft.ops.scan.methods import schedule
-from weft.ops.sequence.layout import Sequence
-from weft.ops.sequence.runs import ranks_of_runs, run_lengths
+from weft.ops.sequence.layout import Sequence, ranks_of_runs, run_lengths
 
 RunMaps = Items[tuple[Tensor | None, Tensor]]  # the ``maps`` of the kernel of each run
 

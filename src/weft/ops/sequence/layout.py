@@ -1,28 +1,40 @@
-"""How the tokens of a batch lie on the ranks of an axis, and how operations read that from their arguments."""
+"""How the tokens of a batch lie on the ranks of an axis, and how operations read that from their arguments.
+
+A *run* is a stretch of consecutive tokens on one rank.
+
+| layout       | rank r holds                                                                | runs of a rank |
+|--------------|-----------------------------------------------------------------------------|----------------|
+| `contiguous` | the r-th of P parts                                                         | one            |
+| `zigzag`     | parts r and 2P-1-r of 2P, which balances the work of one causal document    | two            |
+| `balanced`   | the chunks that `deal_chunks` gives it, which balances that of any documents | a few         |
+
+A rank's runs lie one after the other in its memory, in the order of the sequence; those that meet are one. Parts are as
+equal as can be, earlier ones longer by a token; so of T zigzag tokens the first run has T - T//2 whatever T is.
+"""
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, pairwise
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.comm import Axis, Call
-from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, show, the_choice
+from weft.comm.arguments import find_choice_fault, find_tensor_fault, read, read_bounds, the_choice
 from weft.comm.device import copy_to_device
 from weft.comm.opaque import Opaque
 from weft.ops.sequence.deal import Bounds, CountedMask
-from weft.ops.sequence.runs import ANY_LENGTHS, LAYOUTS, TokenRun, lay_out, lengths_of, shard_lengths, shard_runs
-from weft.parallel.dtensor import is_dtensor
+from weft.ops.sequence.runs import Runs, TokenRun, deal_runs, lengths_of
 
 T = TypeVar("T")
+ANY_LENGTHS = ("contiguous", "zigzag")  # ranks may hold any number of tokens, and their own number says their runs
+LAYOUTS = (*ANY_LENGTHS, "balanced")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of the tensors that operations take
 
 
@@ -31,10 +43,54 @@ def find_layout_fault(operation: str, layout: object, rank: int) -> Exception | 
     return find_choice_fault(operation, "layout", layout, rank, LAYOUTS)
 
 
-def document_at(bounds: Bounds, position: int) -> tuple[int, int]:
-    """Where the document of a position begins and ends."""
-    number = bisect_right(bounds, position) - 1
-    return bounds[number], bounds[number + 1]
+def ranks_of_runs(layout: str, size: int) -> list[int]:
+    """The rank of each run of a layout of `ANY_LENGTHS`, in the order of the sequence."""
+    ranks = list(range(size))
+    return ranks if layout == "contiguous" else ranks + ranks[-2::-1]
+
+
+def run_lengths(length: int, layout: str, rank: int, size: int) -> list[int]:
+    """How a rank's ``length`` tokens are cut into its runs, in a layout of `ANY_LENGTHS`."""
+    if layout == "contiguous" or rank == size - 1:
+        return [length]
+    return [length - length // 2, length // 2]
+
+
+@lru_cache(maxsize=64)
+def lay_out(lengths: tuple[int, ...], layout: str) -> Runs:
+    """The runs of ranks that hold these many tokens, in a layout of `ANY_LENGTHS`."""
+    size = len(lengths)
+    left = [run_lengths(length, layout, rank, size) for rank, length in enumerate(lengths)]
+    held = [0] * size
+    runs: list[TokenRun] = []
+    offset = 0
+    for rank in ranks_of_runs(layout, size):
+        length = left[rank].pop(0)
+        runs.append(TokenRun(rank, held[rank], length, offset))
+        held[rank] += length
+        offset += length
+    return tuple(runs)
+
+
+def shard_runs(
+    total: int, layout: str, size: int, bounds: Bounds | None = None,
+    chunks_per_rank: int | None = None, mask: CountedMask | None = None,
+) -> Runs:  # fmt: skip
+    """The runs when `weft.shard` cuts ``total`` tokens; what follows ``size`` is of layout "balanced"."""
+    if layout == "balanced":
+        return deal_runs(total, size, chunks_per_rank, () if bounds is None else (bounds,), mask)
+
+    def part(parts: int, index: int) -> int:
+        return total // parts + (index < total % parts)
+
+    if layout == "contiguous":
+        return lay_out(tuple(part(size, rank) for rank in range(size)), layout)
+    return lay_out(tuple(part(2 * size, r) + part(2 * size, 2 * size - 1 - r) for r in range(size)), layout)
+
+
+def shard_lengths(total: int, layout: str, size: int, bounds: Bounds | None = None) -> tuple[int, ...]:
+    """The tokens of each rank when `weft.shard` cuts ``total``."""
+    return lengths_of(shard_runs(total, layout, size, bounds), size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,23 +223,6 @@ def read_on_axis(operation: str, group: Any, given: Any, reading: Callable[[Axis
     if isinstance(found, Exception):
         axis.refuse(operation, found, metadata=None if isinstance(given, Sequence) else 1)
     return axis, found
-
-
-def read_bounds(operation: str, cu_seqlens: Any, rank: int) -> Bounds | Exception | None:
-    """The boundaries as integers, or what is wrong with them. The host reads them: on a device it waits for that."""
-    if cu_seqlens is None:
-        return None
-    if is_dtensor(cu_seqlens):
-        return TypeError(f"{operation}: cu_seqlens is a DTensor; pass the whole, on every rank (rank {rank})")
-    given = read(operation, rank, lambda: torch.as_tensor(cu_seqlens))
-    if isinstance(given, Exception) or given.is_meta or given.dtype.is_floating_point or given.dtype == torch.bool:
-        return TypeError(f"{operation}: cu_seqlens must be integers, got {show(cu_seqlens)} (rank {rank})")
-    bounds = tuple(given.reshape(-1).tolist())
-    if len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in pairwise(bounds)):
-        return bounds
-    return ValueError(
-        f"{operation}: cu_seqlens must be integers that rise from 0, got {list(bounds[:8])} (rank {rank})"
-    )
 
 
 def read_where(operation: str, layout: str | None, cu_seqlens: Any, rank: int) -> tuple[str, Bounds | None] | Exception:

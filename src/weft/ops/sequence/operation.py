@@ -13,15 +13,8 @@ from weft.comm import Axis
 from weft.comm.arguments import find_integer_fault, find_tensor_fault, kind_of, read
 from weft.comm.function import RankFunction, eager
 from weft.ops.sequence.deal import Bounds, CountedMask
-from weft.ops.sequence.layout import (
-    Sequence,
-    axis_of,
-    read_on_axis,
-    read_sequence,
-    read_where,
-    resolve,
-)
-from weft.ops.sequence.runs import Runs, lengths_of, shard_runs
+from weft.ops.sequence.layout import Sequence, axis_of, read_on_axis, read_sequence, read_where, resolve, shard_runs
+from weft.ops.sequence.runs import Runs, lengths_of
 
 
 @eager

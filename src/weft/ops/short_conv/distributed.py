@@ -10,8 +10,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.comm.function import RankFunction
-from weft.ops.sequence.layout import Bounds, Sequence, resolve
-from weft.ops.sequence.runs import ANY_LENGTHS, run_lengths
+from weft.ops.sequence.layout import ANY_LENGTHS, Bounds, Sequence, resolve, run_lengths
 from weft.ops.short_conv.halo import HaloPlan, Window, fetch, give_back, plan_halo
 from weft.ops.short_conv.slide import Gaps, slide, weight_gradient
 

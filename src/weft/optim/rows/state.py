@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.comm import ledger
+from weft.comm.call import is_recording
 from weft.comm.device import copy_to_device, start_copy_to_host
 from weft.comm.function import outside_modes
-from weft.comm.ledger import Event
+from weft.comm.ledger import Event, note
 from weft.ops.embedding import RowTable
 from weft.ops.embedding.ids import ScratchMemory
 from weft.ops.embedding.whole import from_checkpoint, to_checkpoint
@@ -235,10 +235,10 @@ class RowUpdate:
             dense = rows.prefers_dense(group["mode"], len(places))
             start = time.perf_counter()
             (step_dense if dense else step_rows)(rows.shard, places, grads, step)
-            if ledger.is_recording():
+            if is_recording():
                 rank, now = rows.table.axis.wire.rank, time.perf_counter()
                 name = f"RowAdam: {'dense' if dense else 'rows'}"
-                ledger.note(Event(name, rank, start=start, end=now, lane="RowAdam"))
+                note(Event(name, rank, start=start, end=now, lane="RowAdam"))
         rows.stepped(group, self._number, places)
 
     def copy_rows(self) -> None:
