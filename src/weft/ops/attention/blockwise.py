@@ -42,7 +42,7 @@ class PartialResult:
         heads, out, lse = block.query_heads, self.out, self.lse
         fresh = not any(self.touched[heads])
         self.touched[heads] = [True] * (heads.stop - heads.start)
-        flash = takes_flash(q, block.values, options.softcap, of_lse=False)
+        flash = takes_flash(q, block.values, options.scale, options.softcap, of_lse=False)
         for rows, cut, piece, first in _work(self.plan, rank, block, flash, len(q) == 1):
             queries, keys, values = q[:, rows, heads].transpose(1, 2), block.keys[:, :, cut], block.values[:, :, cut]
             part, part_lse = attend_block(queries, keys, values, piece, options.scale, options.softcap)
@@ -124,7 +124,7 @@ def backward_by_blocks(
     for block in schedule(kv):
         assert block.grad_keys is not None and block.grad_values is not None
         heads = block.query_heads
-        flash = takes_flash(q, v, options.softcap, grad_lse is not None)
+        flash = takes_flash(q, v, options.scale, options.softcap, grad_lse is not None)
         for rows, cut, piece, _ in _work(plan, call.rank, block, flash, len(q) == 1):
             mine = [x[:, rows, heads].transpose(1, 2) for x in (grad, q, out, lse)]
             mine_lse = None if grad_lse is None else grad_lse[:, rows, heads].transpose(1, 2)

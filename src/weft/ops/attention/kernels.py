@@ -8,13 +8,15 @@ h is a multiple of w, strides are any. A score is scale * q.k, capped: softcap *
 | CPU    | scores without a cap        | ATen's flash operator for CPUs, in fp32 for half precision       |
 | device | half precision, no cap, at  | ATen's flash operators: `on_device`, several blocks in a call    |
 |        | most 256 numbers in a head  | (`flash_calls`)                                                  |
-| any    | all else                    | products by `tiles` of bounded memory                            |
+| any    | all else; a scale that is   | products by `tiles` of bounded memory                            |
+|        | not positive                |                                                                  |
 
 Fused operators have one head size for keys and values: zeros at the end of the smaller change no score and no sum, and
 their columns are cut off again. They work out sum(grad * out), which is subtracted from the scores' gradient, and take
 no other: a gradient of lse enters as one more column, -grad_lse in grad, 1 in out and 0 in v.
 
-Traps of the CPU operator kept in here: it dies of an empty q or k, reports lse 0 for a row that is fully masked, takes
+Traps of the CPU operator kept in here: it masks before it scales, so that a scale of zero makes -inf no number and a
+negative one +inf; it dies of an empty q or k, reports lse 0 for a row that is fully masked, takes
 only masks of floats, aligns its causal mask upper left, and reads astray where the elements of a vector are not
 neighbours. In bf16 its backward takes eleven times as long as in fp32.
 """
@@ -41,7 +43,7 @@ def attend_block(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries over the block's keys alone; lse is -inf where a query sees none of them."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    if isinstance(block, Block) and (softcap or runs_behind(q.device)):
+    if isinstance(block, Block) and (not _is_fused(scale, softcap) or runs_behind(q.device)):
         return tiles.attend(q, k, v, block, scale, softcap)
     kept, size = v.shape[3], _one_size(q, v, False)
     if isinstance(block, FlashCall):
@@ -62,7 +64,7 @@ def attend_block_backward(
 ) -> Triple:  # fmt: skip
     """(dq, dk, dv) of the block's scores. ``out`` and ``lse`` are those over all keys, which makes it exact."""
     assert q.shape[2] and k.shape[2], "an empty block kills the CPU operator"
-    if isinstance(block, Block) and (softcap or runs_behind(q.device)):
+    if isinstance(block, Block) and (not _is_fused(scale, softcap) or runs_behind(q.device)):
         return tiles.attend_backward(grad, grad_lse, q, k, v, out, lse, block, scale, softcap)
     sizes, size = (q.shape[3], k.shape[3], v.shape[3]), _one_size(q, v, grad_lse is not None)
     if isinstance(block, Block):
@@ -82,13 +84,18 @@ def attend_block_backward(
     return dq, dk, dv
 
 
-def takes_flash(q: Tensor, v: Tensor, softcap: float, of_lse: bool) -> bool:
+def takes_flash(q: Tensor, v: Tensor, scale: float, softcap: float, of_lse: bool) -> bool:
     """Whether a device's flash operators have such scores; ``of_lse``: in a backward with a gradient of lse.
 
     Meta tensors in half precision stand for those of a device.
     """
     fits = _one_size(q, v, of_lse) <= on_device.LARGEST_HEAD
-    return (q.is_meta or runs_behind(q.device)) and q.dtype in HALVES and not softcap and fits
+    return (q.is_meta or runs_behind(q.device)) and q.dtype in HALVES and _is_fused(scale, softcap) and fits
+
+
+def _is_fused(scale: float, softcap: float) -> bool:
+    """Whether fused operators have such scores: without a cap, and with a scale that is positive in fp32, too."""
+    return not softcap and scale >= torch.finfo(torch.float32).tiny
 
 
 def _one_size(q: Tensor, v: Tensor, of_lse: bool) -> int:

@@ -150,7 +150,7 @@ def attention(
             _find_shape_fault(rank, q, k, v)
             or _find_seen_fault(rank, causal, cu_seqlens, mask, layout, sequence)
             or (None if scale is None else find_number_fault(name, "scale", scale, rank))
-            or (None if softcap is None else _find_softcap_fault(rank, softcap))
+            or (None if softcap is None else _find_softcap_fault(rank, q.dtype, softcap))
             or _find_window_fault(rank, window)
             or _find_method_fault(rank, k.shape[2], method, strides, backward_strides, backward, grad_dtype)
             or find_flag_fault(name, "return_lse", return_lse, rank)
@@ -226,11 +226,17 @@ def _find_shape_fault(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception |
     return None
 
 
-def _find_softcap_fault(rank: int, softcap: float) -> Exception | None:
+def _find_softcap_fault(rank: int, dtype: torch.dtype, softcap: float) -> Exception | None:
     if fault := find_number_fault("attention", "softcap", softcap, rank):
         return fault
     if float(softcap) <= 0:
         return ValueError(f"attention: softcap must be positive, got {softcap} (rank {rank}); leave it out for no cap")
+    numbers = torch.finfo(torch.promote_types(dtype, torch.float32))
+    if not numbers.tiny <= float(softcap) <= numbers.max:
+        return ValueError(
+            f"attention: softcap must be a number of {numbers.dtype}, {numbers.tiny:.1e} to {numbers.max:.1e}, got "
+            f"{softcap} (rank {rank}); leave it out for no cap"
+        )
     return None
 
 

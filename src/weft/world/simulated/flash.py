@@ -83,10 +83,13 @@ def _visible(rows: int, columns: int, window: Window) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:
-    """[heads, rows, columns] of q [rows, heads, size] and k [columns, kv heads, size]; -inf where nothing is seen."""
+    """[heads, rows, columns] of q [rows, heads, size] and k [columns, kv heads, size]; -inf where nothing is seen.
+
+    The kernel masks before it scales: with a negative scale that is +inf, with zero it is NaN.
+    """
     keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = scale * torch.einsum("rhd,chd->hrc", q.float(), keys)
-    return scores.masked_fill(~_visible(q.shape[0], k.shape[0], window), -math.inf)
+    scores = torch.einsum("rhd,chd->hrc", q.float(), keys)
+    return scale * scores.masked_fill(~_visible(q.shape[0], k.shape[0], window), -math.inf)
 
 
 def _sequences(q: Tensor, k: Tensor, cum_q: Tensor | None, cum_k: Tensor | None) -> Iterator[tuple[Any, Any]]:
