@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import errors_of
-from test_deal import Tree
 from torch import Tensor
 from torch.nn.functional import normalize
 from worlds import current_rules, virtual_world
@@ -103,7 +102,7 @@ def how_given(kind: str, total: int, bounds: tuple[int, ...] | None, axis: weft.
         cuts = tuple(total * number // (6 * axis.size) for number in range(6 * axis.size + 1))
         runs = join_chunks(Deal(cuts, tuple(n % axis.size for n in range(6 * axis.size)), 1.0), axis.size)
         return {"sequence": weft.Sequence(axis, "balanced", lengths_of(runs, axis.size), bounds, runs)}
-    mask = Tree((0, total // 3, total), (0, 5)) if kind == "mask" else None
+    mask = weft.Mask.full([0, total // 3, total]) if kind == "mask" else None
     chunks = 3 if kind == "chunks" else None
     made = weft.sequence(
         total=total, layout="balanced", cu_seqlens=bounds, chunks_per_rank=chunks, mask=mask, group=axis
@@ -232,15 +231,25 @@ def test_lengths_that_were_not_dealt_are_refused_on_all_ranks() -> None:
         ] * 3  # fmt: skip
 
 
+class NearlyAMask:
+    """Has what the deal asks of a mask, and nothing that attention does."""
+
+    total = 6
+
+    def count(self, cuts: list[int]) -> list[int]:
+        return [1] * (len(cuts) - 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
         ({"chunks_per_rank": 4}, ValueError, "chunks_per_rank is of layout 'balanced', but this one is 'contiguous'"),
-        ({"layout": "zigzag", "mask": Tree((0, 6), (0,))}, ValueError, "mask is of layout 'balanced', but this one is"),
+        ({"layout": "zigzag", "mask": weft.Mask.causal(6)}, ValueError, "mask is of layout 'balanced', but this one"),
         ({"layout": "balanced", "chunks_per_rank": 0}, ValueError, "chunks_per_rank must be at least 1, got 0"),
         ({"layout": "balanced", "chunks_per_rank": 1.5}, TypeError, "chunks_per_rank must be an integer"),
         ({"layout": "balanced", "mask": [1, 2]}, TypeError, r"mask must be a weft\.Mask, got list"),
-        ({"layout": "balanced", "mask": Tree((0, 7), (0,))}, ValueError, "mask is of 7 tokens, but total is 6"),
+        ({"layout": "balanced", "mask": NearlyAMask()}, TypeError, r"mask must be a weft\.Mask, got NearlyAMask"),
+        ({"layout": "balanced", "mask": weft.Mask.causal(7)}, ValueError, "mask is of 7 tokens, but total is 6"),
         ({"layout": "balanced", "cu_seqlens": [0, 5]}, ValueError, "cu_seqlens end at 5, but total is 6"),
     ],
 )
@@ -253,7 +262,7 @@ def test_documents_that_do_not_fit_are_told() -> None:
     with pytest.raises(ValueError, match="x has 6 tokens along dim 0, but cu_seqlens end at 5"):
         weft.shard(torch.arange(6), 0, layout="balanced", cu_seqlens=[0, 5])
     with pytest.raises(ValueError, match="mask is of 7 tokens, but the ranks hold"):
-        weft.sequence(6, layout="balanced", mask=Tree((0, 7), (0,)))
+        weft.sequence(6, layout="balanced", mask=weft.Mask.causal(7))
 
 
 def on_gloo(axis: weft.Axis, size: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.arguments import find_integer_fault, find_tensor_fault, kind_of, read
 from weft.comm.function import RankFunction, eager
-from weft.ops.sequence.deal import Bounds, CountedMask
+from weft.ops.sequence.deal import Bounds
 from weft.ops.sequence.layout import Sequence, axis_of, read_on_axis, read_sequence, read_where, resolve, shard_runs
+from weft.ops.sequence.mask import Mask
 from weft.ops.sequence.runs import Runs, lengths_of
 
 
@@ -25,7 +25,7 @@ def sequence(
     layout: str | None = None,
     cu_seqlens: Any = None,
     chunks_per_rank: int | None = None,
-    mask: Any = None,
+    mask: Mask | None = None,
     group: Any = None,
 ) -> Sequence:
     """How a batch lies on the ranks of ``group``, for ``sequence=`` of every layer, in place of these arguments.
@@ -58,7 +58,7 @@ def sequence(
 
 def _read_lengths(
     axis: Axis, local_length: int | None, total: int | None, layout: str | None, cu_seqlens: Any,
-    chunks_per_rank: int | None, mask: Any,
+    chunks_per_rank: int | None, mask: Mask | None,
 ) -> tuple[_SequenceOptions, int] | Exception:  # fmt: skip
     """What the ranks must have in common, and this rank's length; or what is wrong."""
     name, rank = "sequence", axis.rank
@@ -95,7 +95,7 @@ def _find_deal_fault(rank: int, layout: str, chunks_per_rank: object, mask: obje
         fault := find_integer_fault("sequence", "chunks_per_rank", chunks_per_rank, rank, least=1)
     ):
         return fault
-    if mask is not None and (isinstance(mask, Iterable) or not callable(getattr(mask, "count", None))):
+    if mask is not None and not isinstance(mask, Mask):
         return TypeError(f"sequence: mask must be a weft.Mask, got {kind_of(mask)} (rank {rank})")
     return None
 
@@ -108,7 +108,7 @@ class _SequenceOptions:
     cu_seqlens: Bounds | None
     total: int | None
     chunks_per_rank: int | None
-    mask: CountedMask | None
+    mask: Mask | None
 
 
 @eager
