@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm import Call
 from weft.errors import CommError, DisagreementError, RankError
 from weft.world.launch import ProcessWorld
 
@@ -251,6 +253,40 @@ def test_a_rank_that_dies_is_named_by_the_others(tmp_path, victim: int, operatio
         words, seconds = eval((tmp_path / str(rank)).read_text())
         assert f"rank {victim} of 4 is gone: its process or its connection has ended" in words, (rank, words)
         assert seconds < 20
+
+
+def be_killed(axis: weft.Axis, operation: str, when: str, path: str) -> None:
+    """Rank 1 is killed within a forward or a backward, at its first message; rank 0 writes down what it raises."""
+    x = torch.ones(1, 6, 2, 4).requires_grad_()
+
+    def forward() -> torch.Tensor:
+        if operation == "delta_rule":
+            return weft.delta_rule(x, x / 4, x, x[..., 0] / 2)[0]
+        return weft.attention(x, x, x, causal=False, method=operation)
+
+    forward().sum().backward()
+    out = forward() if when == "backward" else None
+    start, words = time.monotonic(), "no error"
+    if axis.rank == 1:
+        Call.exchange = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    try:
+        (forward() if out is None else out).sum().backward()
+    except CommError as error:
+        words = str(error)
+    with open(f"{path}/{axis.rank}", "w") as file:
+        file.write(repr((words, time.monotonic() - start)))
+    raise SystemExit(0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("when", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operation", ["ring", pytest.param("ulysses", marks=pytest.mark.slow), "delta_rule"])
+def test_a_rank_that_is_killed_within_an_operation(tmp_path, operation: str, when: str) -> None:
+    with ProcessWorld(2, timeout=timedelta(seconds=20)) as world, pytest.raises((RankError, SystemExit)):
+        world.run(be_killed, operation, when, str(tmp_path))
+    words, seconds = eval((tmp_path / "0").read_text())
+    assert "rank 1 of 2 is gone: its process or its connection has ended" in words, words
+    assert seconds < 20 and not (tmp_path / "1").exists()
 
 
 def stay_silent(axis: weft.Axis) -> str:
