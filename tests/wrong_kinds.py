@@ -92,6 +92,10 @@ VALUES: dict[str, Callable[[], Any]] = {
     "float": lambda: 64.0,
     "pair of floats": lambda: (1.5, 2),
     "pair with zero": lambda: (0.5, 0.0),
+    "pair of booleans": lambda: (True, False),
+    "negative pair": lambda: (-2, 0),
+    "pair of methods": lambda: ("ulysses", "gather"),
+    "mask of another sequence": lambda: weft.Mask.causal(3),
     "nan": lambda: math.nan,
     "infinite": lambda: math.inf,
     "complex": lambda: 1j,
@@ -212,6 +216,21 @@ def _sequence(axis: weft.Axis) -> Call:
 
 def _sequence_by_total(axis: weft.Axis) -> Call:
     return lambda **changes: weft.sequence(**{"total": 14, "group": axis, **changes}).lengths
+
+
+def _attention_with_a_mask(axis: weft.Axis) -> Call:
+    q, mask = _q(axis.rank), weft.Mask.causal(12)
+    return lambda **changes: weft.attention(**{"q": q, "k": q, "v": q, "mask": mask, "group": axis, **changes})
+
+
+def _shard_in_balance(axis: weft.Axis) -> Call:
+    right = {"x": torch.arange(12.0), "dim": 0, "layout": "balanced", "cu_seqlens": [0, 5, 12], "group": axis}
+    return lambda **changes: weft.shard(**{**right, **changes})
+
+
+def _sequence_in_balance(axis: weft.Axis) -> Call:
+    right = {"total": 14, "layout": "balanced", "chunks_per_rank": 2, "mask": weft.Mask.causal(14), "group": axis}
+    return lambda **changes: weft.sequence(**{**right, **changes}).lengths
 
 
 def _table(axis: weft.Axis, kind: type[weft.ShardedEmbedding] = weft.ShardedEmbedding) -> weft.ShardedEmbedding:
@@ -423,6 +442,7 @@ OF_THE_OPTIMIZER = (
 SUBJECTS = {
     "attention": Subject(_attention, weft.attention),
     "attention with a sequence": Subject(lambda axis: _attention(axis, True), weft.attention, tells=False),
+    "attention with a mask": Subject(_attention_with_a_mask, weft.attention),
     "linear_attention": Subject(_linear_attention, weft.linear_attention),
     "linear_attention with a sequence": Subject(
         lambda axis: _linear_attention(axis, True), weft.linear_attention, tells=False
@@ -439,9 +459,11 @@ SUBJECTS = {
     "short_conv with a sequence": Subject(lambda axis: _short_conv(axis, True), weft.short_conv, tells=False),
     "exclusive_scan": Subject(_exclusive_scan, weft.exclusive_scan, tells=False),
     "shard": Subject(_shard, weft.shard, talks=False),
+    "shard in balance": Subject(_shard_in_balance, weft.shard, talks=False),
     "unshard": Subject(_unshard, weft.unshard),
     "sequence": Subject(_sequence, weft.sequence),
     "sequence by total": Subject(_sequence_by_total, weft.sequence),
+    "sequence in balance": Subject(_sequence_in_balance, weft.sequence),
     "ShardedEmbedding": Subject(_make_table, weft.ShardedEmbedding, talks=False),
     "ShardedEmbedding.forward": Subject(_forward, weft.ShardedEmbedding.forward),
     "ShardedEmbedding.forward after a prefetch": Subject(_forward_after_prefetch, weft.ShardedEmbedding.forward),
