@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import socket
 import struct
@@ -67,9 +68,15 @@ def take_turns(
 
 
 def in_turn(names: list[T], turn: int) -> list[T]:
-    """The same, beginning with another in each turn."""
-    first = turn % len(names)
-    return names[first:] + names[:first]
+    """The same, beginning with another in each turn, and in steps of another width: each follows several others.
+
+    >>> in_turn(list("abcde"), 0), in_turn(list("abcde"), 1)
+    (['a', 'b', 'c', 'd', 'e'], ['b', 'd', 'a', 'c', 'e'])
+    """
+    count = len(names)
+    widths = [width for width in range(1, count + 1) if math.gcd(width, count) == 1]
+    first, width = turn % count, widths[turn % len(widths)]
+    return [names[(first + width * place) % count] for place in range(count)]
 
 
 def measure_each(axis: Axis, names: list[str], ready: Callable[[str], Case | None], turn: int) -> dict[str, Sample]:

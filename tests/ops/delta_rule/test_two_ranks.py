@@ -10,6 +10,7 @@ from worlds import virtual_world
 
 import weft
 from weft.ops.delta_rule import two_ranks
+from weft.ops.delta_rule.backward import ChunkBackward
 from weft.ops.scan import METHODS
 from weft.ops.scan.state_scan import most_places, plan_sequence
 
@@ -84,6 +85,38 @@ def test_the_longest_path(lengths: tuple[int, ...], bounds: tuple[int, ...] | No
 
     found = virtual_world(len(lengths)).run(program).results
     assert {said for said, _ in found} == {max(path for _, path in found)}
+
+
+def test_all_groups_begin_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank first solves the chunks of all, the first one does all that needs no gradient of a state."""
+    steps: list[str] = []
+
+    def note(kind: type, name: str) -> None:
+        work = getattr(kind, name)
+
+        def noted(self, *args):
+            if type(self) is kind:
+                steps.append(f"{kind.__name__}.{name}")
+            return work(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note(two_ranks.WaitingForward, "__init__")
+    note(two_ranks.WaitingForward, "finish")
+    note(ChunkBackward, "intra")
+    note(ChunkBackward, "finish")
+
+    def program(axis: weft.Axis) -> int:
+        q = torch.randn(1, 9, 4, 3, requires_grad=True)
+        with weft.record() as ledger:
+            weft.delta_rule(q, q, q, torch.rand(1, 9, 4), group=axis)[0].sum().backward()
+        return sum(event.operation == "delta_rule.metadata" for event in ledger.events)
+
+    assert virtual_world(2).run(program).results == [1, 1]  # lengths are told once, not for each group
+    forward = [step for step in steps if step.startswith("Waiting")][:4]
+    assert forward == ["WaitingForward.__init__"] * 2 + ["WaitingForward.finish"] * 2
+    backward = [step for step in steps if step.startswith("Chunk")][:4]
+    assert backward == ["ChunkBackward.intra"] * 2 + ["ChunkBackward.finish"] * 2
 
 
 @pytest.mark.parametrize(("heads", "value_heads"), [(1, 1), (1, 3), (5, 10), (8, 8)])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, Pending
+from weft.comm import Axis, Call
 from weft.comm.compiled import traceable
 from weft.comm.function import RankFunction
 from weft.ops.delta_rule.backward import ChunkBackward
@@ -19,7 +19,7 @@ from weft.ops.delta_rule.fused.tiling import MAX_CHUNK
 from weft.ops.delta_rule.two_ranks import WaitingBackward, WaitingForward, cut_heads, second_rank_waits
 from weft.ops.scan import Kind
 from weft.ops.scan.arguments import StateArguments, StateOptions, shapes_of, with_state
-from weft.ops.scan.passes import run_backward, run_forward
+from weft.ops.scan.passes import ForwardPass, Started, finish_in_turn, start_backward, start_forward
 from weft.ops.scan.state_scan import LocalRun, SequencePlan, join_runs
 from weft.ops.sequence.layout import Sequence, read_on_axis
 
@@ -144,30 +144,39 @@ class DeltaRule(RankFunction):
         options: Options, axis: Axis, sequence: Sequence | None, backend: str, waits: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         whole, outs, kept, hows = Inputs(q, k, v, beta, g), list[Tensor](), list[Tensor | None](), []
-        for part, inputs, start in cut_heads(options, whole, initial) if waits else [(options, whole, initial)]:
-            o, saved, how, final = _go_forward(part, inputs, start, axis, sequence, backend, waits)
-            outs.append(o)
-            kept += saved
-            hows.append(how)
+        start = None if initial is None else initial.detach().to(torch.promote_types(q.dtype, torch.float32))
+        parts, passes = _parts_of(options, whole, start, waits), []
+        for number, (part, inputs, start) in enumerate(parts):
+            # The first call tells lengths, faults and the options of all heads; for the others that is done.
+            told = None if number or sequence else (q.shape[1],)
+            call = axis.begin(options.operation, options, metadata=told)
+            passes.append(_start_forward(part, call, inputs, start, axis, sequence, backend, waits))
+        for (_, _, start), done in zip(parts, finish_in_turn(passes), strict=True):
+            outs.append(join_runs([one.finish(state) for one, state in zip(done.kernels, done.entering, strict=True)]))
+            kept += _kept_of(done, start, q.shape[0])
+            hows.append((done.plan, done.method, done.number))
         ctx.save_for_backward(q, k, v, beta, g, initial, *kept)
         ctx.axis = axis
         ctx.how = options, hows, backend, waits
         ctx.set_materialize_grads(False)
-        return _join(outs), None if final is None else final.wait()
+        return _join(outs), None if done.final is None else done.final.wait()
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, beta, g, initial, *kept = ctx.saved_tensors
         options, hows, backend, waits = ctx.how
         whole, do = Inputs(q, k, v, beta, g), torch.zeros_like(v) if grad_o is None else grad_o
-        parts = list(cut_heads(options, whole, initial)) if waits else [(options, whole, initial)]
+        parts, passes = _parts_of(options, whole, initial, waits), []
         grads = do.split([inputs.v.shape[2] for _, inputs, _ in parts], 2)
-        count, found = len(kept) // len(parts), []
+        count = len(kept) // len(parts)
         for number, (part, inputs, start) in enumerate(parts):
-            saved = kept[number * count : (number + 1) * count]
+            saved, how = kept[number * count : (number + 1) * count], hows[number]
             wanted = start if ctx.needs_input_grad[5] else None
-            how = hows[number], ctx.axis, backend, waits
-            found.append(_go_backward(part, inputs, wanted, saved, *how, grads[number], grad_final))
+            call = ctx.axis.begin(f"{options.operation}.backward", options, of=how[2])
+            passes.append(_start_backward(
+                part, call, inputs, wanted, saved, how, backend, waits, grads[number], grad_final
+            ))  # fmt: skip
+        found = [(*_join_gradients(runs), start) for runs, start in finish_in_turn(passes)]
         dq, dk, dv, dbeta, dg, starts = zip(*found, strict=True)
         return (
             _join(dq), _join(dk), _join(dv), _join(dbeta), None if g is None else _join(dg),
@@ -180,18 +189,24 @@ def _join(parts: Items[Tensor], dim: int = 2) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
+Forward = ChunkForward | FusedForward | WaitingForward
+Part = tuple[Options, Inputs, Tensor | None]  # options, inputs and initial states of some heads
 How = tuple[SequencePlan, str, int]  # plan, method and number of a forward
 
 
-def _go_forward(
-    options: Options, inputs: Inputs, initial: Tensor | None, axis: Axis, sequence: Sequence | None, backend: str,
-    waits: bool,
-) -> tuple[Tensor, list[Tensor | None], How, Pending[Tensor] | None]:  # fmt: skip
-    """o of these heads, what their backward needs, and the final states on their way, if asked for."""
-    batch = inputs.q.shape[0]
-    start = None if initial is None else initial.detach().to(torch.promote_types(inputs.q.dtype, torch.float32))
+def _parts_of(options: Options, inputs: Inputs, initial: Tensor | None, waits: bool) -> list[Part]:
+    """All heads, or groups of them that go one behind the other."""
+    return list(cut_heads(options, inputs, initial)) if waits else [(options, inputs, initial)]
 
-    def work_on(plan: SequencePlan) -> list[ChunkForward | FusedForward | WaitingForward]:
+
+def _start_forward(
+    options: Options, call: Call, inputs: Inputs, start: Tensor | None, axis: Axis, sequence: Sequence | None,
+    backend: str, waits: bool,
+) -> Started[ForwardPass[Forward]]:  # fmt: skip
+    """The forward of these heads, as far as it goes without what comes from other ranks."""
+    batch = inputs.q.shape[0]
+
+    def work_on(plan: SequencePlan) -> list[Forward]:
         return [
             WaitingForward(inputs.cut(run.tokens), options.scale, run.lengths, options.chunk_size)
             if waits and _enters(run) else
@@ -202,22 +217,23 @@ def _go_forward(
             for run in plan.runs
         ]  # fmt: skip
 
-    done = run_forward(options, axis, sequence, inputs.q.shape[1], inputs.q.device, work_on, None)
-    kernels, plan = done.kernels, done.plan
-    outs = [kernel.finish(state) for kernel, state in zip(kernels, done.entering, strict=True)]
+    return start_forward(options, call, axis, sequence, inputs.q.shape[1], inputs.q.device, work_on, None)
+
+
+def _kept_of(done: ForwardPass[Forward], start: Tensor | None, batch: int) -> list[Tensor | None]:
+    """What the backward needs beside the inputs: the states that entered the runs, their maps, what these multiply."""
     states = [
         state if _enters(run) else _rows_of(start, run, batch)
-        for state, run in zip(done.entering, plan.runs, strict=True)
+        for state, run in zip(done.entering, done.plan.runs, strict=True)
     ]
-    kept = [*states, *(kernel.maps[0] for kernel in kernels), *(kernel.left for kernel in kernels)]
-    return join_runs(outs), kept, (plan, done.method, done.number), done.final
+    return [*states, *(kernel.maps[0] for kernel in done.kernels), *(kernel.left for kernel in done.kernels)]
 
 
-def _go_backward(
-    options: Options, inputs: Inputs, initial: Tensor | None, kept: Items[Tensor | None], how: How, axis: Axis,
+def _start_backward(
+    options: Options, call: Call, inputs: Inputs, initial: Tensor | None, kept: Items[Tensor | None], how: How,
     backend: str, waits: bool, do: Tensor, grad_final: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of these heads' inputs and of ``initial``."""
+) -> Started[tuple[list[Any], Tensor | None]]:  # fmt: skip
+    """The gradients of these heads' inputs, run by run, and of ``initial``, as far as they go without other ranks."""
     runs = how[0].runs
     count = len(runs)
 
@@ -236,10 +252,12 @@ def _go_backward(
             )
         ]  # fmt: skip
 
-    grads, start = run_backward(options, axis, how, inputs.q.device, work, grad_final, initial)
-    dq, dk, dv, dbeta = (join_runs(parts) for parts in list(zip(*grads, strict=True))[:4])
-    gates = [grad[4] for grad in grads if grad[4] is not None]
-    return dq, dk, dv, dbeta, join_runs(gates) if gates else None, start
+    return start_backward(options, call, how, inputs.q.device, work, grad_final, initial)
+
+
+def _join_gradients(runs: Items[Items[Any]]) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dbeta and dg (None without decay) of a rank's tokens."""
+    return tuple(None if parts[0] is None else join_runs(parts) for parts in list(zip(*runs, strict=True))[:5])
 
 
 def _enters(run: LocalRun) -> bool:

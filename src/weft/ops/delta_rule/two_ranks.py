@@ -3,8 +3,8 @@
 A rank that a state enters usually carries K further columns (see `weft.ops.delta_rule.chunk`), which with K = V is as
 much work as its forward. The map is there for the ranks behind it. Where there are none the rank can wait instead: it
 solves its chunks meanwhile, and goes through the recurrence once the state is there. In the backward it is the first,
-and knows by its recurrence what the rank before it waits for. Heads go in groups, each an exchange of its own, so that
-a rank stands still for the recurrence of the first group only.
+and knows by its recurrence what the rank before it waits for. Heads go in groups, each an exchange of its own, and all
+begin before one is waited for: while the first group's states are under way a rank works on the others.
 
 On a device the recurrence takes as long for a few heads as for many, and columns cost little: this is not for it.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -61,6 +61,7 @@ class Kernel(Protocol):
 
 
 K = TypeVar("K", bound=Kernel)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,36 @@ class ForwardPass(Generic[K]):
     final: Pending[Tensor] | None  # the documents' final states, if asked for
 
 
+@dataclass(frozen=True)
+class Started(Generic[R]):
+    """A pass whose maps travel. Its kernels have all that needs no state still to do, and then it has its result."""
+
+    kernels: Items[Kernel]
+    result: Pending[R]
+
+
+def finish_in_turn(passes: Items[Started[R]]) -> Iterator[R]:
+    """The results, one by one; before the first is waited for, all passes do what needs no state."""
+    for one in passes:
+        for kernel in one.kernels:
+            kernel.intra()
+    for one in passes:
+        yield one.result.wait()
+
+
 def run_forward(
     options: PassOptions, axis: Axis, given: Sequence | None, length: int, device: torch.device,
     work: Callable[[SequencePlan], list[K]], initial: Tensor | None,
 ) -> ForwardPass[K]:  # fmt: skip
+    """`start_forward` on a call of its own, to its end."""
+    call = axis.begin(options.operation, options, metadata=None if given else (length,))
+    return next(finish_in_turn([start_forward(options, call, axis, given, length, device, work, initial)]))
+
+
+def start_forward(
+    options: PassOptions, call: Call, axis: Axis, given: Sequence | None, length: int, device: torch.device,
+    work: Callable[[SequencePlan], list[K]], initial: Tensor | None,
+) -> Started[ForwardPass[K]]:  # fmt: skip
     """``work(plan)`` makes the kernels of a plan's runs; while their maps travel, they do all that needs no state.
 
     With dense maps a segment that goes on from another run has a run of its own. ``initial`` are states that enter
@@ -87,37 +114,46 @@ def run_forward(
     form = options.form(device)
     batch = form.shape[0]
     method = choose(form, axis.size) if options.method == "auto" else options.method
-    call = axis.begin(options.operation, options, metadata=None if given else (length,))
     plan, scan, kernels = _begin_work(options, call, axis, given, length, form, method, work)
     found = _maps_of(kernels, plan, form)
     maps = segment_maps(plan, found, batch, form.kind == "dense")
     travelling = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
-    for kernel in kernels:
-        kernel.intra()
-    entering = travelling.wait()
-    arriving = None
-    if options.output_final_state:
-        ended = {
-            one.segment.document: one.own.apply(state)
-            for one, state in zip(maps, entering, strict=True)
-            if one.segment.is_last
-        }
-        arriving = share_final_states(call, plan, ended, batch, like=found[0][1])
-    return ForwardPass(plan, method, call.number, kernels, states_by_run(plan, entering, found), arriving)
+
+    def finish() -> ForwardPass[K]:
+        entering = travelling.wait()
+        arriving = None
+        if options.output_final_state:
+            ended = {
+                one.segment.document: one.own.apply(state)
+                for one, state in zip(maps, entering, strict=True)
+                if one.segment.is_last
+            }
+            arriving = share_final_states(call, plan, ended, batch, like=found[0][1])
+        return ForwardPass(plan, method, call.number, kernels, states_by_run(plan, entering, found), arriving)
+
+    return Started(kernels, Pending(finish))
 
 
 def run_backward(
     options: PassOptions, axis: Axis, how: tuple[SequencePlan, str, int], device: torch.device,
     work: Callable[[], list[K]], grad_final: Tensor | None, initial: Tensor | None,
 ) -> tuple[list[Any], Tensor | None]:  # fmt: skip
+    """`start_backward` on a call of its own, to its end."""
+    call = axis.begin(f"{options.operation}.backward", options, of=how[2])
+    return next(finish_in_turn([start_backward(options, call, how, device, work, grad_final, initial)]))
+
+
+def start_backward(
+    options: PassOptions, call: Call, how: tuple[SequencePlan, str, int], device: torch.device,
+    work: Callable[[], list[K]], grad_final: Tensor | None, initial: Tensor | None,
+) -> Started[tuple[list[Any], Tensor | None]]:  # fmt: skip
     """What the kernels of ``work()`` give, run by run, and the gradient of ``initial`` (None if that is).
 
     ``how`` are plan, method and number of the forward. The last thing each kernel gives is the gradient of the states
     that enter its run.
     """
-    (plan, method, number), form = how, options.form(device)
+    (plan, method, _), form = how, options.form(device)
     batch = form.shape[0]
-    call = axis.begin(f"{options.operation}.backward", options, of=number)
     seeds = None
     if options.output_final_state:
         shape = (batch * len(plan.ends), *form.shape[1:])
@@ -128,11 +164,13 @@ def run_backward(
     found = _maps_of(kernels, plan, form)
     maps = segment_maps(plan, found, batch, form.kind == "dense")
     travelling = scan.start(maps, None if seeds is None else seeds.wait())
-    for kernel in kernels:
-        kernel.intra()
-    leaving = states_by_run(plan, travelling.wait(), found)
-    grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
-    return grads, initial_gradient(initial, maps, [grad[-1] for grad in grads])
+
+    def finish() -> tuple[list[Any], Tensor | None]:
+        leaving = states_by_run(plan, travelling.wait(), found)
+        grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
+        return grads, initial_gradient(initial, maps, [grad[-1] for grad in grads])
+
+    return Started(kernels, Pending(finish))
 
 
 def _begin_work(
