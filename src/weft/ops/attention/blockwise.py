@@ -70,12 +70,12 @@ def _work(
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Add a block to ``out`` ``[B, n, h, E]`` and ``lse`` ``[B, n, h]`` in place: out = sum exp(lse_i - lse) out_i.
 
-    The two factors sum to 1, so out moves towards the block's by one of them. A row that is fully masked enters with
-    lse -inf, on either side or on both.
+    A row that is fully masked enters with lse -inf, on either side or on both.
     """
     total = torch.logaddexp(lse, block_lse)
     finite = total.clamp_min(torch.finfo(total.dtype).min)  # -inf - -inf is no number
-    out.lerp_(block_out.to(out.dtype).expand_as(out), (block_lse - finite).exp_()[..., None])
+    out.mul_((lse - finite).exp_()[..., None])
+    out.addcmul_(block_out.to(out.dtype), (block_lse - finite).exp_()[..., None])
     lse.copy_(total)
 
 
