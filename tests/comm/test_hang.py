@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -228,14 +229,22 @@ def die(axis: weft.Axis, victim: int, operation: str, path: str) -> None:
         else:
             weft.exclusive_scan(torch.ones(2, 3), group=group, method=operation)
 
-    call()
-    start, words = time.monotonic(), "no error"
-    if axis.rank == victim:
-        os._exit(3)
-    try:
+    def call_often() -> None:
         for _ in range(50):
             call()
             time.sleep(0.01)  # a rank that only sends goes on until it is told
+
+    call()
+    if axis.rank == victim:
+        os._exit(3)
+    write_what_is_raised(axis, path, call_often)
+
+
+def write_what_is_raised(axis: weft.Axis, path: str, act: Callable[[], None]) -> None:
+    """(The words of a `CommError`, seconds until then) in a file of this rank; then its process ends."""
+    start, words = time.monotonic(), "no error"
+    try:
+        act()
     except CommError as error:
         words = str(error)
     with open(f"{path}/{axis.rank}", "w") as file:
@@ -266,16 +275,9 @@ def be_killed(axis: weft.Axis, operation: str, when: str, path: str) -> None:
 
     forward().sum().backward()
     out = forward() if when == "backward" else None
-    start, words = time.monotonic(), "no error"
     if axis.rank == 1:
         Call.exchange = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    try:
-        (forward() if out is None else out).sum().backward()
-    except CommError as error:
-        words = str(error)
-    with open(f"{path}/{axis.rank}", "w") as file:
-        file.write(repr((words, time.monotonic() - start)))
-    raise SystemExit(0)
+    write_what_is_raised(axis, path, lambda: (forward() if out is None else out).sum().backward())
 
 
 @pytest.mark.processes
