@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,10 +18,37 @@ from weft import __version__
 from weft.bench.commands import BENCHES
 from weft.bench.flags import Json, check_at_least, check_file
 from weft.report.page import show_report
-from weft.train.config import make_command
+from weft.train.config import TrainConfig
 
 Command = Callable[..., None]
 MOST_VIRTUAL_RANKS = 4096  # each is a thread
+
+
+def make_train(arguments: Sequence[str]) -> Callable[..., None]:
+    """`weft train` for tyro; its defaults are what ``arguments`` say of a config file and of a run to resume."""
+    defaults = TrainConfig()
+    if "-h" not in arguments and "--help" not in arguments:
+        from weft.train.command import or_exit, read_defaults
+
+        defaults = or_exit(lambda: read_defaults(arguments))
+
+    def train(
+        config: Annotated[Path | None, tyro.conf.Positional] = None,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
+    ) -> None:
+        """Train a hybrid language model with all four families at once.
+
+        It starts dp x cp x tp local ranks; `torchrun ... -m weft.train` joins the ranks there are.
+
+        Args:
+            config: Settings in a .json or .toml file, by their names below with underscores; flags come after it.
+            settings: Every one of them.
+        """
+        from weft.train.command import or_exit, start
+
+        or_exit(lambda: start(settings, arguments))
+
+    return train
 
 
 def demo(out: Path = Path("demo"), steps: int = 100, ranks: int = 4) -> None:
@@ -218,7 +245,7 @@ def _run(words: list[str]) -> None:
         one = _choose(f"weft {name}", rest, COMMANDS[name][0], lines)
         tyro.cli(command[one], prog=f"weft {name} {one}", args=rest[1:])
     else:
-        tyro.cli(make_command(rest) if command is None else command, prog=f"weft {name}", args=rest)
+        tyro.cli(make_train(rest) if command is None else command, prog=f"weft {name}", args=rest)
 
 
 def _choose(program: str, words: list[str], about: str, commands: dict[str, str]) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 import tyro
 
+from weft.cli import make_train
 from weft.parallel import checkpoint
-from weft.train.config import make_command
 from weft.train.trainer import Trainer
 
 
@@ -50,7 +50,7 @@ def main() -> None:
             checkpoint._Writer.write_data = doomed_write  # type: ignore[method-assign]
         else:
             checkpoint._Writer.finish = doomed_finish  # type: ignore[method-assign]
-    tyro.cli(make_command(sys.argv[1:]), prog="weft train")
+    tyro.cli(make_train(sys.argv[1:]), prog="weft train")
 
 
 if __name__ == "__main__":

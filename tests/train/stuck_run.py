@@ -8,8 +8,8 @@ from typing import Any
 
 import tyro
 
+from weft.cli import make_train
 from weft.train import command
-from weft.train.config import make_command
 from weft.train.trainer import Trainer
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         time.sleep(600)
 
     Trainer.take_step = stuck  # type: ignore[method-assign]
-    tyro.cli(make_command(sys.argv[1:]), prog="weft train")
+    tyro.cli(make_train(sys.argv[1:]), prog="weft train")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import sys
 
 import tyro
 
-from weft.train.config import make_command
+from weft.cli import make_train
 
 if __name__ == "__main__":
-    tyro.cli(make_command(sys.argv[1:]), prog="weft train")
+    tyro.cli(make_train(sys.argv[1:]), prog="weft train")

@@ -1,6 +1,6 @@
 """`TrainConfig`: every setting of a run, read from files and flags, checked, and saved with the run.
 
-torch is imported when there is something to do, not to show the flags.
+It does not import torch: the command line shows the flags without it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 MODEL = ("width", "layers", "pattern", "heads", "kv_heads", "hidden", "table_rows", "dtype")  # fixed by weights
 FORMER = ("tune",)  # settings that earlier versions had, and checkpoints name
@@ -217,30 +215,3 @@ def _take(source: str, name: str, value: Any, hint: Any) -> Any:
             return value
     wanted = getattr(hint, "__name__", str(hint).replace("typing.", ""))
     raise ValueError(f"train: {source}: {name} must be {wanted}, got {value!r}")
-
-
-def make_command(arguments: Sequence[str]) -> Callable[..., None]:
-    """The command for tyro; its defaults are what ``arguments`` say of a config file and of a run to resume."""
-    defaults = TrainConfig()
-    if "-h" not in arguments and "--help" not in arguments:
-        from weft.train.command import or_exit, read_defaults
-
-        defaults = or_exit(lambda: read_defaults(arguments))
-
-    def train(
-        config: Annotated[Path | None, tyro.conf.Positional] = None,
-        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
-    ) -> None:
-        """Train a hybrid language model with all four families at once.
-
-        It starts dp x cp x tp local ranks; `torchrun ... -m weft.train` joins the ranks there are.
-
-        Args:
-            config: Settings in a .json or .toml file, by their names below with underscores; flags come after it.
-            settings: Every one of them.
-        """
-        from weft.train.command import or_exit, start
-
-        or_exit(lambda: start(settings, arguments))
-
-    return train
