@@ -152,7 +152,8 @@ def test_public_names() -> None:
     }  # fmt: skip
     assert all(callable(getattr(weft, name)) for name in weft.__all__ if name not in ("optim", "world"))
     assert set(weft.optim.__all__) == {
-        "REKLS", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart", "broadcast_parameters", "clip_grad_norm_",
+        "REKLS", "SOAP", "Muon", "NorMuon", "OverlappedStep", "RowAdam", "ShardedAdamW", "StepPart",
+        "broadcast_parameters", "clip_grad_norm_",
     }  # fmt: skip
 
 

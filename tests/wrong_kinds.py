@@ -489,6 +489,10 @@ SUBJECTS = {
     "REKLS.step": Subject(
         _step(lambda axis, m: optim.REKLS(m.parameters(), lr=0.1, group=axis)), optim.REKLS, leave_out=OF_THE_OPTIMIZER
     ),
+    **{
+        kind.__name__: Subject(_make(kind, lr=0.1), kind, leave_out=("self", "group", "data_group"))
+        for kind in (optim.Muon, optim.NorMuon, optim.SOAP)
+    },
     "RowAdam": Subject(_make_row_adam, optim.RowAdam, talks=False),
     "StepPart": Subject(_make_part, optim.StepPart, talks=False),
     "OverlappedStep": Subject(_make_overlapped, optim.OverlappedStep, talks=False),

@@ -1,8 +1,10 @@
-"""A few parameters with mixed placements, trained alone and over ranks, for the tests of `weft.optim.REKLS`."""
+"""A few parameters with mixed placements, trained alone and over ranks, by every rule of a matrix optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,23 @@ from worlds import place
 
 import weft
 from weft import optim
+
+# What steps matrices; "rare": factors are not decomposed at every step, and L and R take turns.
+RULES: dict[str, Callable[..., Any]] = {
+    "exact": partial(optim.REKLS, variant="exact"),
+    "exact, rare": partial(optim.REKLS, variant="exact", root_every=3, dense_steps=2),
+    "stable": partial(optim.REKLS, root_every=1),
+    "stable, rare": partial(optim.REKLS, root_every=3, dense_steps=2),
+    "Muon": optim.Muon,
+    "NorMuon": optim.NorMuon,
+    "SOAP": partial(optim.SOAP, root_every=3),
+}
+OF_REKLS = [rule for rule in RULES if rule.startswith(("exact", "stable"))]
+
+
+def make(params: Any, rule: str = "exact", lr: Any = 0.01, **options: Any) -> Any:
+    """An optimizer of one of the rules."""
+    return RULES[rule](params, lr=lr, **options)
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,11 @@ KINDS = (
     Kind((5, 2, 3), 0, {"flatten": True}),
     Kind((12, 3), 1, {"max_factor_dim": 8}),
     Kind((1, 4), 1),
+    Kind((11, 7), 0, {"block_dim": 4}),
+    Kind((6, 9), 1, {"split": (1, 3, 2), "block_dim": 5}),
+    Kind((3, 4, 6), 0, {"stacked": True}),
+    Kind((2, 5, 6), 1, {"stacked": True, "block_dim": 4}),
+    Kind((2, 6, 5), 2, {"stacked": True, "split": 2}),
 )
 
 
@@ -82,7 +106,7 @@ def groups_of(parameters: list[Tensor], kinds=KINDS) -> list[dict[str, Any]]:
 
 def train_alone(steps: int, data_ranks: int = 1, kinds=KINDS, dtype=torch.float32, **options: Any) -> list[Tensor]:
     parameters = [torch.nn.Parameter(weight) for weight in weights(kinds, dtype)]
-    optimizer = optim.REKLS(groups_of(parameters, kinds), lr=0.01, **options)
+    optimizer = make(groups_of(parameters, kinds), **options)
     for step in range(steps):
         for parameter, grad in zip(parameters, averaged(step, data_ranks, kinds=kinds, dtype=dtype), strict=True):
             parameter.grad = grad.to(dtype) if data_ranks == 1 else grad
@@ -103,7 +127,7 @@ def train_over(
 ) -> list[Tensor]:  # fmt: skip
     """This rank's parts after some steps."""
     parameters = parts_of_rank(axis, uneven, kinds, dtype)
-    optimizer = optim.REKLS(groups_of(parameters, kinds), lr=0.01, group=axis, data_group=data, **options)
+    optimizer = make(groups_of(parameters, kinds), group=axis, data_group=data, **options)
     for step in range(steps):
         grads = gradients(step, 0 if data is None else data.rank, kinds, dtype)
         for parameter, kind, grad in zip(parameters, kinds, grads, strict=True):

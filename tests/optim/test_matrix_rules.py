@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.optim.matrix import muon, normuon, soap
-from weft.optim.matrix.muon import MuonSettings
+from weft.optim.matrix.muon import MUON as muon
+from weft.optim.matrix.muon import MuonSettings, advance_momentum, orthogonalize
+from weft.optim.matrix.normuon import NORMUON as normuon
 from weft.optim.matrix.normuon import NorMuonSettings
-from weft.optim.matrix.soap import SOAPSettings
+from weft.optim.matrix.rule import FactorSettings
+from weft.optim.matrix.soap import SOAP_RULE as soap
 
 SHAPES = [(6, 9), (12, 5), (16, 16), (1, 4), (4, 1)]
-KINDS: dict[Any, type[Any]] = {muon: MuonSettings, normuon: NorMuonSettings, soap: SOAPSettings}
+KINDS: dict[Any, type[Any]] = {muon: MuonSettings, normuon: NorMuonSettings, soap: FactorSettings}
 JUDGES = {muon: published_rules.Muon, normuon: published_rules.NorMuon, soap: published_rules.SOAP}
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-4}
 EVERY = 4  # by then the factors have full rank: what a power iteration does with a null space is chance
@@ -31,16 +33,16 @@ class Alone:
     def __init__(self, rule: Any, weight: Tensor, lr: float = 0.02, decay: float = 0.0, method: str = "l2",
                  eps: float = 1e-8, betas: tuple[float, float] = (0.95, 0.95), every: int = EVERY,
                  **options: Any) -> None:  # fmt: skip
-        if rule is not soap:
-            options = {"ns_dtype": torch.float32, **options}
+        own = {"shampoo_beta": 0.95, "max_factor_dim": 8192, "root_every": 10, "dense_steps": 0}
+        options = (own if rule is soap else {"ns_dtype": torch.float32}) | options
         self.rule, self.weight, self.every, self.number = rule, weight.clone(), every, 0
-        self.settings = KINDS[rule](lr, betas, eps, decay, method, **options)
+        self.settings = KINDS[rule](lr, betas, eps, decay, method, False, **options)
         layout = rule.layout(tuple(weight.shape), weight.dtype, self.settings)
         self.state: dict[str, Any] = {
             name: torch.zeros(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in layout.items()
         }
         self.layout = layout
-        rule.derive(self.state, zero=True)
+        rule.derive(self.state, (), zero=True)
 
     def advance(self, grad: Tensor, due: str | None = None) -> tuple[dict[str, Any], Tensor]:
         if due is None:
@@ -176,11 +178,11 @@ def test_soap_begins_with_eigenvectors_and_keeps_them_while_gradients_are_zero()
 def test_normuon_measures_rows_of_what_bf16_made_in_fp32() -> None:
     weight, grad = gradients((12, 130), 2, torch.float32)
     found = Alone(normuon, weight, ns_dtype=torch.bfloat16)
-    _, ahead = muon.advance_momentum(found.state["momentum_buffer"], grad, None, found.settings)
+    _, ahead = advance_momentum(found.state["momentum_buffer"], grad, None, found.settings)
     new, update = found.advance(grad)
-    rows = muon.orthogonalize(ahead, found.settings).double().square().mean(1, keepdim=True) * 0.05
+    rows = orthogonalize(ahead, found.settings).double().square().mean(1, keepdim=True) * 0.05
     torch.testing.assert_close(new["second_momentum_buffer"].double(), rows, rtol=1e-6, atol=0)
-    assert update.dtype == torch.float32 and muon.orthogonalize(ahead, found.settings).dtype == torch.bfloat16
+    assert update.dtype == torch.float32 and orthogonalize(ahead, found.settings).dtype == torch.bfloat16
 
 
 def test_power_iterations_find_the_eigenbasis() -> None:
@@ -288,7 +290,7 @@ def test_what_is_loaded_goes_on_with_the_same_bits(rule: Any) -> None:
             other = copy.copy(one)
             other.weight = one.weight.clone()
             other.state = {name: torch.tensor(value.tolist(), dtype=value.dtype) for name, value in one.state.items()}
-            rule.derive(other.state)
+            rule.derive(other.state, ())
         one.step(grad)
         if number >= 6:
             other.step(grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ from worlds import move, simulated_device
 import weft
 import weft.optim.slices.adamw
 from weft import optim
+from weft.optim.matrix.rekls import VARIANTS
+from weft.optim.matrix.stable import STABLE
 
 SHAPES = ((6, 5), (5,), (7, 3), (3,), (), (0, 4))
 Make = Callable[[list[nn.Parameter], weft.Axis], Any]
@@ -336,14 +339,13 @@ def test_work_that_raises_on_one_rank(kind: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_update_that_is_not_finite_is_found_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = optim.matrix.stable.advance
     armed: list[int] = []
 
     def broken(*args: Any) -> tuple[dict[str, Any], Tensor]:
-        new, update = advance(*args)
+        new, update = STABLE.advance(*args)
         return new, update * math.nan if armed and update.shape == (7, 3) else update
 
-    monkeypatch.setattr(optim.matrix.stable, "advance", broken)
+    monkeypatch.setitem(VARIANTS, "stable", replace(STABLE, advance=broken))
     words, kept, goes_on = run_with_fault(
         "REKLS stable", lambda parameters, rank: None, lambda on: armed.append(1) if on else armed.clear()
     )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.optim.matrix import exact
-from weft.optim.matrix.rule import Settings
+from weft.optim.matrix.exact import EXACT
+from weft.optim.matrix.rule import FactorSettings
 
 
 class ReplicatedREKLS:
@@ -45,7 +45,9 @@ class ReplicatedREKLS:
         weight_decay: float = 0.01,
     ) -> None:
         self.parameters, self.axis, self.number = parameters, axis, 0
-        self.settings = Settings(lr, betas, shampoo_beta, eps, weight_decay, "decoupled", sys.maxsize)
+        self.settings = FactorSettings(
+            lr, betas, eps, weight_decay, "decoupled", False, shampoo_beta, sys.maxsize, root_every=1, dense_steps=0
+        )
         lengths = [0 if dim is None else weight.shape[dim] for weight, dim in parameters]
         gathered = axis.begin("replicated.shapes", metadata=lengths).metadata.wait()
         self.shards = [[row[index] for row in gathered] for index in range(len(parameters))]
@@ -68,8 +70,8 @@ class ReplicatedREKLS:
             grad = weight.grad if dim is None else self._gather(weight.grad, shards, dim)
             for side, size in zip("LR", grad.shape, strict=True) if dim is not None else ():
                 state[side] = self._gather(state[side], split_rows(size, self.axis.size), 0)
-            exact.derive(state)
-            new, update = exact.advance(state, grad, None, self.settings)
+            EXACT.derive(state, "LR")
+            new, update = EXACT.advance(state, grad, None, self.settings, "LR")
             for name in self.state[weight]:
                 self.state[weight][name] = self._rows(new[name], dim) if name in "LR" else new[name]
             weight.mul_(self.settings.shrink)

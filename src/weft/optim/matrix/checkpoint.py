@@ -2,8 +2,8 @@
 
 A tensor of the state goes from its owner to the ranks of the last of its axes, ceil(rows / P) to each (and the same on
 the other axes), which is what a DTensor with ``Shard(0)`` and `torch.distributed.checkpoint` know; loading is the way
-back. The moments of DTensor parameters that AdamW steps lie as the parameter does. What a rule derives from its state
-is not saved.
+back. The moments of DTensor parameters that AdamW steps lie as the parameter does. What a rule makes of its state is
+saved only where it may be older than that state.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from weft.optim.matrix.plan import Plan
+from weft.optim.matrix.rule import Settings
 from weft.optim.owners import Held, Owners, Replicated, Role, Route, Sharded, Transfer
 from weft.optim.step.state import first_count
 from weft.parallel.dtensor import (
@@ -27,7 +29,7 @@ from weft.parallel.dtensor import (
     whole_of,
 )
 
-Plans = Mapping[Tensor, Plan]
+Plans = Mapping[Tensor, Sequence[Plan]]
 
 
 class _Item(NamedTuple):
@@ -38,64 +40,94 @@ class _Item(NamedTuple):
     plan: Plan
     name: str
 
+    @property
+    def key(self) -> str:
+        """Its name among all tensors of the parameter's state."""
+        return self.name + self.plan.suffix
 
-def save_tensors(plans: Plans, state: Mapping[Tensor, dict[str, Any]]) -> list[dict[str, Any]]:
+    @property
+    def shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return (self.plan.layout | self.plan.kept)[self.name]
+
+
+def save_tensors(
+    label: str, plans: Plans, state: Mapping[Tensor, dict[str, Any]], settings: Mapping[Tensor, Settings]
+) -> list[dict[str, Any]]:
     """The state of each parameter as a checkpoint holds it. Every rank must call it."""
     saved = [{"step": state[parameter]["step"].clone()} for parameter in plans]
-    items = [_Item(at, *pair, name) for at, pair in enumerate(plans.items()) for name in pair[1].layout]
-    held = [state[item.parameter].get(item.name) for item in items]
-    _move(Owners.gather, "REKLS.join", items, _state_routes(items), held)
+    items = [
+        _Item(at, parameter, plan, name)
+        for at, (parameter, some) in enumerate(plans.items())
+        for plan in some
+        for name in (*plan.layout, *(plan.kept if settings[parameter].keeps_roots else ()))
+    ]
+    held = [state[item.parameter].get(item.key) for item in items]
+    _move(Owners.gather, f"{label}.join", items, _state_routes(items), held)
     rows = [_row_route(item) for item in items]
-    _move(Owners.scatter, "REKLS.state_dict", items, rows, held)
+    _move(Owners.scatter, f"{label}.state_dict", items, rows, held)
     for item, route, piece in zip(items, rows, held, strict=True):
         assert piece is not None
-        saved[item.at][item.name] = _as_saved(item, route, piece)
+        saved[item.at][item.key] = _as_saved(item, route, piece)
     return saved
 
 
-def load_tensors(plans: Plans, given: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+def load_tensors(label: str, plans: Plans, given: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
     """The state of each parameter, which was checked, as this rank holds it. Every rank must call it."""
     states: list[dict[str, Any]] = []
     items: list[_Item] = []
     rows: list[Route] = []
     held: Held = []
-    for at, ((parameter, plan), values) in enumerate(zip(plans.items(), given, strict=True)):
+    for at, ((parameter, some), values) in enumerate(zip(plans.items(), given, strict=True)):
         states.append({"step": first_count()})
         if values is None:
-            states[at] |= plan.fresh(parameter.device)
+            for plan in some:
+                states[at] |= plan.fresh(parameter.device)
             continue
         states[at]["step"].fill_(float(values["step"]))
-        for name in plan.layout:
-            items.append(_Item(at, parameter, plan, name))
-            rows.append(_row_route(items[-1]))
-            held.append(_as_loaded(items[-1], rows[-1], values[name]))
-    _move(Owners.gather, "REKLS.load", items, rows, held)
-    _move(Owners.scatter, "REKLS.cut", items, _state_routes(items), held)
+        for plan in some:
+            for name in (*plan.layout, *(plan.kept if _has_kept(plan, values) else ())):
+                items.append(_Item(at, parameter, plan, name))
+                rows.append(_row_route(items[-1]))
+                held.append(_as_loaded(items[-1], rows[-1], values[items[-1].key]))
+    _move(Owners.gather, f"{label}.load", items, rows, held)
+    _move(Owners.scatter, f"{label}.cut", items, _state_routes(items), held)
     for item, tensor in zip(items, held, strict=True):
         if item.plan.is_mine and tensor is not None:
-            states[item.at][item.name] = tensor
-    for plan, values, state in zip(plans.values(), given, states, strict=True):
-        if values is not None and plan.is_mine:
-            plan.rule.derive(state)
+            states[item.at][item.key] = tensor
+    for some, values, state in zip(plans.values(), given, states, strict=True):
+        for plan in some:
+            if values is not None and plan.is_mine and not _has_kept(plan, values):
+                own = plan.state_of(state)
+                plan.rule.derive(own, tuple(plan.turns))
+                state |= plan.saved({name: own[name] for name in plan.kept})
     return states
 
 
-def check_tensors(plans: Plans, given: Sequence[Mapping[str, Any] | None]) -> None:
+def _has_kept(plan: Plan, values: Mapping[str, Any]) -> bool:
+    """Whether a saved state has what is made of the other tensors; else it is made anew."""
+    return all(name + plan.suffix in values for name in plan.kept)
+
+
+def check_tensors(label: str, plans: Plans, given: Sequence[Mapping[str, Any] | None]) -> None:
     """Refuse what is missing, too much, or has another shape."""
-    for (parameter, plan), values in zip(plans.items(), given, strict=True):
+    for (parameter, some), values in zip(plans.items(), given, strict=True):
         if values is None:
             continue
-        wanted = {"step", *plan.layout}
-        if set(values) != wanted:
+        wanted = {"step", *(name + plan.suffix for plan in some for name in plan.layout)}
+        known = wanted | {name + plan.suffix for plan in some for name in plan.kept}
+        if not wanted <= set(values) <= known:
+            found, needed = ", ".join(sorted(values)), ", ".join(sorted(wanted))
             raise ValueError(
-                f"REKLS: the state of {plan.name} has {', '.join(sorted(values))}, but {', '.join(sorted(wanted))} are "
-                f"needed; was it saved with another variant, algorithm or max_factor_dim?"
+                f"{label}: the state of {some[0].name} has {found}, but {needed} are needed; was it saved with another "
+                f"variant, algorithm or max_factor_dim?"
             )
-        for name in plan.layout:
-            shape = _saved_shape(parameter, plan, name)
-            if tuple(values[name].shape) != shape:
+        items = [_Item(0, parameter, plan, name) for plan in some for name in (*plan.layout, *plan.kept)]
+        for item in (item for item in items if item.key in values):
+            shape = _saved_shape(item)
+            if tuple(values[item.key].shape) != shape:
                 raise ValueError(
-                    f"REKLS: {name} of {plan.name} is {list(values[name].shape)} in the state, not {list(shape)}"
+                    f"{label}: {item.name} of {item.plan.name} is {list(values[item.key].shape)} in the state, not "
+                    f"{list(shape)}"
                 )
 
 
@@ -122,7 +154,7 @@ def _state_routes(items: Sequence[_Item]) -> list[Route | None]:
 def _row_route(item: _Item) -> Route:
     """How a tensor of the state lies on all ranks in a checkpoint."""
     plan, axes = item.plan, item.plan.everywhere.axes
-    shape, dtype = plan.layout[item.name]
+    shape, dtype = item.shape_and_dtype
     if plan.is_split:
         shape = plan.placement.whole
     roles: list[Role] = [Replicated()] * len(axes)
@@ -132,10 +164,11 @@ def _row_route(item: _Item) -> Route:
     return Route(shape, tuple(roles), plan.home, dtype, plan.route.device)
 
 
-def _saved_shape(parameter: Tensor, plan: Plan, name: str) -> tuple[int, ...]:
+def _saved_shape(item: _Item) -> tuple[int, ...]:
     """The shape a checkpoint has of a tensor of the state: that of the whole parameter, for moments of AdamW."""
+    parameter, plan = item.parameter, item.plan
     if not plan.is_split:
-        return plan.layout[name][0]
+        return item.shape_and_dtype[0]
     if is_dtensor(parameter) or parameter.ndim == 0:
         return tuple(parameter.shape)
     return plan.placement.whole if parameter.ndim <= 2 else (plan.placement.whole[0], *parameter.shape[1:])
@@ -145,7 +178,7 @@ def _as_saved(item: _Item, route: Route, piece: Tensor) -> Tensor:
     """This rank's piece as what a checkpoint holds: a DTensor, or a whole tensor."""
     if item.plan.is_split and is_dtensor(item.parameter):
         return like_parameter(item.parameter, piece.reshape(local_of(item.parameter).shape))
-    shape = _saved_shape(item.parameter, item.plan, item.name)
+    shape = _saved_shape(item)
     if not any(isinstance(role, Sharded) for role in route.roles):
         return piece.reshape(shape)
     return as_dtensor(item.plan.everywhere.axes[-1], piece.reshape(len(piece), *shape[1:]), shape[0])

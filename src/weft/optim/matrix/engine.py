@@ -5,7 +5,7 @@ Nothing is changed before the work of all ranks has succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,23 +14,19 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.device import outside_autocast
-from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
-from weft.optim.matrix.plan import Plan, Planner
+from weft.optim.matrix.plan import Plan
 from weft.optim.matrix.rule import EigenError, Settings
 from weft.optim.owners import Bucket, Held, OwnedPart, Place, Transfer
 from weft.optim.step.compare import Examined
-from weft.optim.step.state import agree_to_load, find_state_fault, take_apart
 from weft.parallel.dtensor import local_gradient, local_of
 
 BUCKET_BYTES = 8 << 20  # of gradients that an owner gets in a bucket, at most about: nothing hides the first and last
 SMALLEST_BYTES = 1 << 20  # at least: a message has a cost of its own
-_PLACING = ("partition_dim", "flatten")  # what a loaded state does not change: how parameters lie here
 
 
 @dataclass
 class Task:
-    """One parameter in a step."""
+    """One matrix in a step, or a parameter that AdamW steps."""
 
     parameter: Tensor
     plan: Plan
@@ -51,17 +47,17 @@ class TaskBucket(Bucket):
         return super().drain()
 
 
-class MatrixOptimizer(OwnedPart):
-    """What all rules have in common. A subclass fills ``_plans`` (for each parameter) and ``_axes``."""
+class MatrixEngine(OwnedPart):
+    """The verbs of a part, for every rule. `MatrixOptimizer` fills what it works with."""
 
-    def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
-        self._tensor_axis, self._data_axis = tensor_axis, data_axis
-        self._planner = Planner()
-        self._plans: dict[Tensor, Plan] = {}
-        self._axes: list[Axis] = []
-        self._buckets: list[list[Tensor]] | None = None
-        self._bucket_bytes: int | None = None
-        self._under_way: list[TaskBucket] = []
+    _tensor_axis: Axis
+    _axes: list[Axis]  # all that anything lies on
+    _plans: dict[Tensor, list[Plan]]  # of each parameter: one, or one for each matrix that it is cut into
+    _buckets: list[list[tuple[Tensor, Plan]]] | None
+    _bucket_bytes: int | None
+    _under_way: list[TaskBucket]
+    label: str  # the optimizer's name, in errors and messages
+    settings_kind: type[Settings]
 
     def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
         """What is wrong with the numbers of groups."""
@@ -77,38 +73,42 @@ class MatrixOptimizer(OwnedPart):
         """Buckets of which an owner gets about so many bytes of gradients."""
         self._bucket_bytes, self._buckets = bucket_bytes, None
 
-    def buckets(self) -> list[list[Tensor]]:
+    def _cut_buckets(self) -> list[list[tuple[Tensor, Plan]]]:
         """What does not travel, then matrices whose pieces travel together."""
         if self._buckets is None:
-            parameters = list(self._plans)
-            filled = fill_buckets(list(self._plans.values()), self._bucket_bytes)
-            self._buckets = [[parameters[index] for index in bucket] for bucket in filled]
+            pairs = [(parameter, plan) for parameter, plans in self._plans.items() for plan in plans]
+            filled = fill_buckets([plan for _, plan in pairs], self._bucket_bytes)
+            self._buckets = [[pairs[index] for index in bucket] for bucket in filled]
         return self._buckets
+
+    def buckets(self) -> list[list[Tensor]]:
+        """The parameters of each; one that is cut into matrices may stand in several."""
+        return [list(dict.fromkeys(parameter for parameter, _ in bucket)) for bucket in self._cut_buckets()]
 
     def replicated_over(self, parameter: Tensor) -> list[Axis]:
         """Where it is the same, or averaged."""
-        return self._plans[parameter].placement.whole_over
+        return self._plans[parameter][0].placement.whole_over
 
     def examine(self) -> Examined:
         """Which gradients are here; those of replicated parameters must be the same over the tensor axis."""
         found = super().examine()
         found.fault = self._find_fault(self.param_groups) or found.fault
         if found.fault is None:
-            found.settings = tuple(Settings.of(group) for group in self.param_groups)
+            found.settings = tuple(self.settings_kind.of(group) for group in self.param_groups)
             now = self._settings()
             tasks = (task for bucket in self._under_way for task in bucket.tasks)
             if any(now[task.parameter].decays_gradient != task.settings.decays_gradient for task in tasks):
                 found.fault = ValueError(
-                    "REKLS: weight_decay or its method was changed between the backward and the step, when gradients "
-                    "had been sent"
+                    f"{self.label}: weight_decay or its method was changed between the backward and the step, when "
+                    f"gradients had been sent"
                 )
-        found.alike = [self._tensor_axis if self._plans[p].replicated else None for p in found.parameters]
+        found.alike = [self._tensor_axis if self._plans[p][0].replicated else None for p in found.parameters]
         return found
 
     def _settings(self) -> dict[Tensor, Settings]:
         found: dict[Tensor, Settings] = {}
         for group in self.param_groups:
-            found |= dict.fromkeys(group["params"], Settings.of(group))
+            found |= dict.fromkeys(group["params"], self.settings_kind.of(group))
         return found
 
     def begin(self, present: Collection[Tensor]) -> None:
@@ -116,8 +116,8 @@ class MatrixOptimizer(OwnedPart):
         super().begin(present)
         settings = self._settings()
         self._under_way = [
-            TaskBucket(tasks=[Task(p, self._plans[p], settings[p]) for p in bucket if p in present])
-            for bucket in self.buckets()
+            TaskBucket(tasks=[Task(p, plan, settings[p]) for p, plan in bucket if p in present])
+            for bucket in self._cut_buckets()
         ]
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
@@ -129,12 +129,13 @@ class MatrixOptimizer(OwnedPart):
         one = self._under_way[bucket]
         if one.tasks:
             owners = one.tasks[0].plan.owners
-            pieces = [self.gradient_of(task.parameter).reshape(task.plan.placement.local) for task in one.tasks]
-            one.gradients = owners.gather("REKLS", [task.plan.route for task in one.tasks], pieces)
+            pieces = [task.plan.piece(self.gradient_of(task.parameter)) for task in one.tasks]
+            one.gradients = owners.gather(self.label, [task.plan.route for task in one.tasks], pieces)
             decayed = [task for task in one.tasks if task.settings.decays_gradient]
             if decayed:
-                pieces = [local_of(task.parameter).reshape(task.plan.placement.local) for task in decayed]
-                one.weights = owners.gather("REKLS.weights", [task.plan.weight_route for task in decayed], pieces)
+                pieces = [task.plan.piece(local_of(task.parameter)) for task in decayed]
+                routes = [task.plan.weight_route for task in decayed]
+                one.weights = owners.gather(f"{self.label}.weights", routes, pieces)
 
     def travels(self, bucket: int) -> bool:
         """Not where every rank steps its own elements."""
@@ -165,21 +166,24 @@ class MatrixOptimizer(OwnedPart):
             work = partial(self._apply_rule, task, number, grad, scale, weight)
             updates.append(self.attempt(number, work, partial(torch.zeros_like, grad)))
         one.arrived = []
-        one.results = one.tasks[0].plan.owners.scatter("REKLS", [task.plan.route for task in one.tasks], updates)
+        one.results = one.tasks[0].plan.owners.scatter(self.label, [task.plan.route for task in one.tasks], updates)
 
     def _apply_rule(
         self, task: Task, number: int, grad: Tensor, scale: float | Tensor, weight: Tensor | None
     ) -> Tensor:
-        """The update of a parameter; the new state stays apart. What fails is noted, and nobody will apply it."""
+        """The update of a matrix; the new state stays apart. What fails is noted, and nobody will apply it."""
         grad = grad if isinstance(scale, float) and scale == 1 else grad * scale
-        weight = None if weight is None else weight.to(task.plan.wide)
-        fail = partial(self._fail, number)
+        fail, plan = partial(self._fail, number), task.plan
         try:
             if (fine := self.verdict.are_finite([grad], fail)) is not False:  # a sum over ranks can overflow
                 grad = grad if fine is True else torch.where(fine, grad, 0.0)  # what is not finite has no eigenvalues
-                task.new_state, update = task.plan.rule.advance(self.state[task.parameter], grad, weight, task.settings)
+                state = plan.state_of(self.state[task.parameter])
+                due = plan.due(int(state["step"]) + 1, task.settings)
+                weight = None if weight is None else weight.to(plan.wide).reshape(plan.matrix)
+                new, update = plan.rule.advance(state, grad.reshape(plan.matrix), weight, task.settings, due)
+                task.new_state = plan.saved(new)
                 if self.verdict.are_finite([update], fail) is not False:
-                    return update
+                    return update.to(plan.wide).reshape(plan.route.whole)
         except EigenError:
             fail()
         return torch.zeros_like(grad)
@@ -192,49 +196,28 @@ class MatrixOptimizer(OwnedPart):
         for task, update in zip(one.tasks, results, strict=True):
             assert update is not None
             _apply_update(task, update)
-            self.state[task.parameter]["step"] += 1
-            self.state[task.parameter].update(task.new_state)
-
-    # Saving and loading.
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with whole tensors as DTensors over the ranks; all ranks must ask."""
-        saved = super().state_dict()
-        saved["state"] = dict(enumerate(save_tensors(self._plans, self.state)))
-        return saved
-
-    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any] | None]]:
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for group, now in zip(groups, self.param_groups, strict=False):
-            group.update({name: now[name] for name in _PLACING})
-        return take_apart(self, state_dict, groups)
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise if a state cannot be loaded."""
-        check_tensors(self._plans, self._take_apart(state_dict)[1])
-
-    @torch.no_grad()
-    @outside_autocast()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, in fp32 for bf16 parameters, and from any number of ranks. All ranks must call it."""
-        agree_to_load("REKLS", self._axes, find_state_fault(self, state_dict))
-        saved, given = self._take_apart(state_dict)
-        loaded = load_tensors(self._plans, given)
-        super().load_state_dict(saved)
-        self.state.update(zip(self._plans, loaded, strict=True))
+            state = self.state[task.parameter]
+            state.update(task.new_state)
+            if task.plan is self._plans[task.parameter][-1]:
+                state["step"] += 1
 
 
 def _apply_update(task: Task, update: Tensor) -> None:
-    """Decay the weight and subtract the update. In fp32 for bf16: rounded once."""
-    local, shrink = local_of(task.parameter), task.settings.shrink
-    update = update.reshape(local.shape)
-    if local.dtype == task.plan.wide:
-        if shrink != 1:
-            local.mul_(shrink)
-        local.sub_(update)
-    else:
-        local.copy_(local.to(task.plan.wide).mul_(shrink).sub_(update))
+    """Decay the weight and subtract the update. In fp32 for bf16: rounded once.
+
+    ``cautious``: only elements decay that the update moves towards zero.
+    """
+    plan, settings, local = task.plan, task.settings, local_of(task.parameter)
+    weight = local if plan.placement.box is None else plan.piece(local)
+    wide, update = weight.to(plan.wide), update.reshape(weight.shape)
+    if settings.shrink != 1:
+        if settings.cautious:
+            wide.copy_(torch.where(update * wide >= 0, wide * settings.shrink, wide))
+        else:
+            wide.mul_(settings.shrink)
+    wide.sub_(update, alpha=plan.rule.rate(plan.matrix, settings))
+    if wide is not weight:
+        weight.copy_(wide)
 
 
 def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list[list[int]]:

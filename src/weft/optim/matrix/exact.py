@@ -9,50 +9,70 @@ For a gradient G ``[m, n]`` at step t, with eigenvalues and bases (l_L, Q_L), (l
     Adam on Q_L^T G Q_R with M and V; its step, turned back, is the update
 
 The bases before a step are those after the one before it, so they are kept: two decompositions, not four. A side over
-``max_factor_dim`` has no factor: its basis is the identity and its eigenvalues are 1.
+``max_factor_dim`` has no factor: its basis is the identity and its eigenvalues are 1. With ``root_every`` over 1 bases
+and eigenvalues stay until a side is due: that is no longer the published update.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from weft.optim.matrix.rule import Layout, Settings, adam_direction, decompose, zero_basis
+from weft.optim.matrix.rule import (
+    LARGEST,
+    FactorSettings,
+    Layout,
+    Rule,
+    State,
+    adam_direction,
+    decompose,
+    within_range,
+    zero_basis,
+)
 
 
-def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, settings: FactorSettings) -> Layout:
     """Adam's moments in the eigenbases, and the factors."""
     return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype)) | settings.factors(shape, dtype)
 
 
-def derive(state: dict[str, Any], zero: bool = False) -> None:
+def _kept(shape: tuple[int, ...], dtype: torch.dtype, settings: FactorSettings) -> Layout:
+    """Eigenvalues and bases of the factors."""
+    found: Layout = {}
+    for side, dim in settings.sides(shape):
+        found |= {f"eigenvalues_{side}": ((dim,), dtype), f"Q_{side}": ((dim, dim), dtype)}
+    return found
+
+
+def _derive(state: State, due: Collection[str], zero: bool = False) -> None:
     """The bases, from the factors."""
-    for side in "LR":
-        if side in state:
-            find = zero_basis if zero else decompose
-            state[f"eigenvalues_{side}"], state[f"Q_{side}"] = find(state[side])
+    for side in due:
+        find = zero_basis if zero else decompose
+        state[f"eigenvalues_{side}"], state[f"Q_{side}"] = find(state[side])
 
 
-def advance(
-    state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
-) -> tuple[dict[str, Any], Tensor]:
+def _advance(
+    state: State, grad: Tensor, weight: Tensor | None, settings: FactorSettings, due: Collection[str]
+) -> tuple[State, Tensor]:
     """The state after a step and the update."""
-    grad = _within_range(grad)
+    grad = within_range(grad, LARGEST[grad.dtype])
     new = _renew_factors(state, grad, settings)
-    old_l, old_r, now_l, now_r = (some.get(f"Q_{side}") for some in (state, new) for side in "LR")
-    moment = _turn(state["exp_avg"], _transposed(old_l), _transposed(old_r))
+    _derive(new, due)
+    now_l, now_r = ((state | new).get(f"Q_{side}") for side in "LR")
+    from_l, from_r = (state[f"Q_{side}"].mT if side in due else None for side in "LR")
+    to_l, to_r = (new[f"Q_{side}"] if side in due else None for side in "LR")
+    moment = _turn(_turn(state["exp_avg"], from_l, from_r), to_l, to_r)
     decayed = grad if weight is None else grad + weight * settings.weight_decay
-    moments, direction = adam_direction(state, _turn(decayed, now_l, now_r), _turn(moment, now_l, now_r), settings)
+    moments, direction = adam_direction(state, _turn(decayed, now_l, now_r), moment, settings)
     return new | moments, _turn(direction, _transposed(now_l), _transposed(now_r)).mul_(settings.lr)
 
 
-def _renew_factors(state: dict[str, Any], grad: Tensor, settings: Settings) -> dict[str, Any]:
-    """Both factors, from the old bases, and their new bases."""
+def _renew_factors(state: State, grad: Tensor, settings: FactorSettings) -> State:
+    """Both factors, from the bases before the step."""
     keep = settings.keep_factor(int(state["step"]) + 1)
-    new: dict[str, Any] = {}
+    new: State = {}
     for side, other, matrix in (("L", "R", grad), ("R", "L", grad.mT)):
         if side not in state:
             continue
@@ -64,7 +84,6 @@ def _renew_factors(state: dict[str, Any], grad: Tensor, settings: Settings) -> d
         else:
             weighted = matrix / width
         new[side] = (weighted @ matrix.mT).mul_(1 - keep).add_(state[side] * keep)
-    derive(new)
     return new
 
 
@@ -78,13 +97,4 @@ def _transposed(basis: Tensor | None) -> Tensor | None:
     return None if basis is None else basis.mT
 
 
-def _within_range(grad: Tensor) -> Tensor:
-    """The gradient, or a power of two of it where an entry is so large (2^40 in fp32) that its square over eps is not
-    finite, nor is the published update.
-    """  # fmt: skip
-    if not grad.numel():
-        return grad
-    limit = math.sqrt(torch.finfo(grad.dtype).max) * 2.0**-24
-    fraction, exponent = torch.frexp(grad.abs().amax().double() / limit)
-    above = (exponent - (fraction == 0.5).to(exponent.dtype)).clamp_min(0).to(torch.int64)  # powers of two
-    return grad * ((1023 - above) << 52).view(torch.float64)  # 2^-above
+EXACT = Rule(_layout, _advance, _derive, _kept)

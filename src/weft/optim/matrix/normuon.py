@@ -16,7 +16,7 @@ with nesterov, Dion's by default without. A matrix of zeros has no update.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from weft.optim.matrix import muon
-from weft.optim.matrix.muon import MuonSettings
-from weft.optim.matrix.rule import Layout
+from weft.optim.matrix.muon import COEFFICIENTS, Muon, MuonSettings, Triple, find_share_faults
+from weft.optim.matrix.rule import Layout, Rule, State
+from weft.optim.step.compare import join_faults
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,14 @@ class NorMuonSettings(MuonSettings):
     beta2: float = 0.95
 
 
-def layout(shape: tuple[int, int], dtype: torch.dtype, settings: NorMuonSettings) -> Layout:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, settings: NorMuonSettings) -> Layout:
     """The momentum, and a number for each row."""
     return {"momentum_buffer": (shape, dtype), "second_momentum_buffer": ((shape[0], 1), dtype)}
 
 
-def derive(state: dict[str, Any], zero: bool = False) -> None:
-    """Nothing is left out of a checkpoint."""
-
-
-def advance(
-    state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: NorMuonSettings, due: Collection[str] = ()
-) -> tuple[dict[str, Any], Tensor]:
+def _advance(
+    state: State, grad: Tensor, weight: Tensor | None, settings: NorMuonSettings, due: Collection[str]
+) -> tuple[State, Tensor]:
     """The state after a step and the update, in the dtype of the gradient; it is still to be multiplied by `rate`."""
     buffer, ahead = muon.advance_momentum(state["momentum_buffer"], grad, weight, settings)
     direction = muon.orthogonalize(ahead, settings).to(grad.dtype)
@@ -60,7 +57,7 @@ def advance(
     return {"momentum_buffer": buffer, "second_momentum_buffer": second}, direction
 
 
-def rate(shape: tuple[int, int], settings: NorMuonSettings) -> float:
+def _rate(shape: tuple[int, ...], settings: NorMuonSettings) -> float:
     """What the update is multiplied by."""
     return 0.2 * settings.lr if settings.scale == "rms" else muon.rate(shape, settings)
 
@@ -71,3 +68,55 @@ def _unit(matrix: Tensor) -> Tensor:
     scaled = matrix / torch.where(largest >= torch.finfo(matrix.dtype).tiny, largest, 1.0)
     norm = scaled.norm()
     return scaled / torch.where(norm >= 1, norm, 1.0)
+
+
+NORMUON = Rule(_layout, _advance, rate=_rate)
+
+
+class NorMuon(Muon):
+    """Muon whose rows have rates of their own; AdamW for the rest. Everything else as in `Muon`.
+
+    ``beta2``: of the second moment of each row. ``eps`` is added to its root, and is AdamW's.
+
+    >>> model = torch.nn.Linear(4, 3)
+    >>> optimizer = NorMuon([model.weight], lr=0.02)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    label = "NorMuon"
+    settings_kind = NorMuonSettings
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        beta2: float = 0.95,
+        nesterov: bool = True,
+        *,
+        ns_coefficients: Triple | Sequence[Triple] = COEFFICIENTS,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        scale: str = "rms",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay_method: str = "decoupled",
+        cautious: bool = False,
+        group: Any = None,
+        data_group: Any = None,
+        on_nonfinite: str = "raise",
+    ) -> None:
+        self._own = {"beta2": beta2}
+        super().__init__(
+            params, lr, weight_decay, momentum, nesterov, ns_coefficients=ns_coefficients, ns_steps=ns_steps,
+            ns_dtype=ns_dtype, scale=scale, betas=betas, eps=eps, weight_decay_method=weight_decay_method,
+            cautious=cautious, group=group, data_group=data_group, on_nonfinite=on_nonfinite,
+        )  # fmt: skip
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return NORMUON
+
+    def find_own_fault(self, group: dict[str, Any]) -> Exception | None:
+        return join_faults([super().find_own_fault(group), *find_share_faults(self.label, group, "beta2")])

@@ -1,11 +1,10 @@
-"""Where the parameters of a group lie on the ranks, which rule steps each of them, and which rank does that work.
-
-Placements are read from DTensors, said by ``partition_dim``, and made of the shapes that ranks gather.
-"""
+"""Which rule steps each matrix, which rank does that work, and in which steps factors are decomposed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,154 +12,99 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.optim.matrix import exact, stable
-from weft.optim.matrix.rule import AdamW, Layout, Rule, Settings
+from weft.optim.matrix.rule import ADAMW, FactorSettings, Layout, Rule, Settings, State
 from weft.optim.owners import Averaged, Owners, Place, Replicated, Role, Route, Sharded
-from weft.optim.step.compare import gather_verdict
-from weft.parallel.dtensor import is_dtensor, local_of, mesh_axes
+from weft.parallel.dtensor import is_dtensor, mesh_axes
 
-RULES: dict[str, Rule] = {"exact": exact, "stable": stable}
-Cuts = list[tuple[Axis, int | None]]  # the axes a parameter lies on, and the dimension it is cut along on each
+Box = tuple[tuple[int, int], ...]  # a part of a tensor: from where to where along each dimension
+EIGH = 25  # operations of a decomposition for each of the n^3 that a product has
+PRODUCTS = 7  # with both factors, that a step makes for each element and row or column
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A parameter, seen as a matrix or a vector, over the ranks.
+    """A parameter over the ranks, seen as a matrix, a vector or a stack of matrices; or one matrix of it.
 
     ``whole`` is its shape, ``local`` that of this rank's part; ``roles[i]`` says how it lies on ``axes[i]``, each of
-    more than one rank, in the order in which pieces are put together.
+    more than one rank, in the order in which pieces are put together. ``box``: where it lies in the parameter's local
+    tensor, None for all of it.
     """
 
     whole: tuple[int, ...]
     local: tuple[int, ...]
     axes: tuple[Axis, ...] = ()
     roles: tuple[Role, ...] = ()
+    box: Box | None = None
 
     @property
     def whole_over(self) -> list[Axis]:
         """The axes on which it is the same, or averaged."""
         return [axis for axis, role in zip(self.axes, self.roles, strict=True) if not isinstance(role, Sharded)]
 
+    def within(self, box: Box) -> Placement:
+        """How the part ``box`` of the whole lies on the same ranks."""
+        starts, roles = [0] * len(box), list(self.roles)
+        for at in reversed(range(len(roles))):  # the last axis has the coarsest pieces
+            role = roles[at]
+            if isinstance(role, Sharded):
+                edges = [starts[role.dim] + edge for edge in (0, *itertools.accumulate(role.sizes))]
+                shared = tuple(_overlap(pair, box[role.dim]) for pair in itertools.pairwise(edges))
+                roles[at] = Sharded(role.dim, tuple(stop - start for start, stop in shared))
+                starts[role.dim] = edges[self.axes[at].rank]
+        here = [(start, start + size) for start, size in zip(starts, self.local, strict=True)]
+        inside = [_overlap(pair, wanted) for pair, wanted in zip(here, box, strict=True)]
+        moved = tuple((one - start, end - start) for (one, end), start in zip(inside, starts, strict=True))
+        sizes, local = (tuple(stop - start for start, stop in ranges) for ranges in (box, inside))
+        return replace(self, whole=sizes, local=local, roles=tuple(roles), box=moved)
 
-@dataclass(frozen=True)
-class _Options:
-    """What the ranks must have in common when a group is added."""
+    def of(self, local: Tensor, view: tuple[int, ...]) -> Tensor:
+        """This rank's part of it, in the memory of the parameter's ``local`` part, which is seen as ``view``."""
+        local = local.reshape(view)
+        return local if self.box is None else local[tuple(slice(*pair) for pair in self.box)]
 
-    dtypes: tuple[str, ...]
-    dims: tuple[str, ...]
-    settings: str
-
-
-def find_placements(
-    parameters: Sequence[Tensor], group: dict[str, Any], tensor_axis: Axis, data_axis: Axis | None,
-    fault: Exception | None,
-) -> tuple[list[Placement], list[Axis]]:  # fmt: skip
-    """Where each parameter lies, and all axes that anything lies on.
-
-    Ranks gather the shapes they hold, once for each axis; ``fault`` is raised on all.
-    """
-    all_cuts: list[Cuts] = []
-    for number, parameter in enumerate(parameters):
-        try:
-            all_cuts.append(_cuts(number, parameter, group, tensor_axis))
-        except NotImplementedError as error:
-            fault, all_cuts = fault or error, all_cuts + [[]]
-    shapes = [_matrix_shape(local_of(parameter)) for parameter in parameters]
-    found = [Placement(shape, shape) for shape in shapes]
-    axes = [] if data_axis is None or data_axis.size == 1 else [data_axis]
-    if tensor_axis.size > 1 and not all(is_dtensor(parameter) for parameter in parameters):
-        axes.append(tensor_axis)
-    for number, (parameter, cuts) in enumerate(zip(parameters, all_cuts, strict=True)):
-        lies_on = [axis for axis, _ in (mesh_axes(parameter) if is_dtensor(parameter) else cuts)]
-        axes += [axis for axis in lies_on if axis.size > 1 and axis not in axes]
-        if [axis for axis in axes if any(axis is own for own, _ in cuts)] != [axis for axis, _ in cuts]:
-            fault = fault or NotImplementedError(
-                f"REKLS: parameter {number} is cut along the axes of its mesh in another order than the parameters "
-                f"before it; put it into an optimizer of its own (rank {tensor_axis.rank})"
-            )
-    settings = {name: group[name] for name in sorted(group) if name not in ("params", "param_names", "lr")}
-    options = _Options(
-        tuple(f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters),
-        tuple(str([dim for _, dim in cuts]) for cuts in all_cuts),
-        "" if fault else str(settings),  # what is at fault may not even be shown
-    )
-
-    def merge(axis: Axis, gathered: list[tuple[int, ...]]) -> list[int]:
-        for index, placement in enumerate(found):
-            rows = [numbers[2 * index : 2 * index + 2] for numbers in gathered]
-            dims = [dim for own, dim in all_cuts[index] if own is axis]
-            if axis is data_axis:
-                found[index] = _extend(index, placement, axis, Averaged(), None, rows)
-            elif dims:
-                found[index] = _extend(index, placement, axis, Replicated(), dims[0], rows)
-        return [number for placement in found for number in _pair(placement.whole)]
-
-    numbers = [number for shape in shapes for number in _pair(shape)]
-    gather_verdict(axes, "REKLS.add_param_group", options, numbers, merge, fault)
-    return found, axes
+    def lies_whole_at(self) -> dict[int, int]:
+        """On the axes where one rank has all of it, that rank."""
+        found = {}
+        for at, role in enumerate(self.roles):
+            if isinstance(role, Sharded) and sum(size > 0 for size in role.sizes) == 1:
+                found[at] = max(range(len(role.sizes)), key=role.sizes.__getitem__)
+        return found
 
 
-def _extend(
-    number: int, placement: Placement, axis: Axis, role: Role, dim: int | None, rows: list[tuple[int, ...]]
-) -> Placement:
-    """The placement with one more axis, whose ranks hold matrices of the shapes ``rows``: cut along ``dim``, if any."""
-    alike = [tuple(size for at, size in enumerate(row) if at != dim) for row in rows]
-    if any(one != alike[0] for one in alike):
-        kind = f"is cut along dimension {dim} over" if dim is not None else "must have one shape on all"
-        shown = "; ".join(f"{list(row)} on rank {rank}" for rank, row in enumerate(rows))
-        raise ValueError(f"REKLS: parameter {number} {kind} {axis.size} ranks, but is {shown}")
-    whole = placement.whole
-    if dim is not None:
-        role = Sharded(dim, tuple(row[dim] for row in rows))
-        whole = (*whole[:dim], sum(role.sizes), *whole[dim + 1 :])
-    return Placement(whole, placement.local, (*placement.axes, axis), (*placement.roles, role))
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """What two ranges share: of no length, at an end of the first, if nothing."""
+    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (start, stop) if start < stop else (one[0], one[0])
 
 
 def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
     """Whether the group's rule steps a parameter; the others are stepped by AdamW."""
-    return parameter.ndim >= 2 and group["algorithm"] == "rekls"
-
-
-def _matrix_shape(local: Tensor) -> tuple[int, ...]:
-    """A rank's part as a vector or a matrix: further dimensions are joined to the second."""
-    return (local.numel(),) if local.ndim < 2 else (local.shape[0], local.shape[1:].numel())
-
-
-def _cuts(number: int, parameter: Tensor, group: dict[str, Any], tensor_axis: Axis) -> Cuts:
-    """Of a parameter; a data axis, on which it is whole, is not among them."""
-    if is_dtensor(parameter) and not is_matrix(parameter, group):
-        return []  # every rank steps its own elements
-    cuts = mesh_axes(parameter) if is_dtensor(parameter) else [(tensor_axis, group["partition_dim"])]
-    if parameter.ndim > 2 and any(dim is not None and dim > 0 for _, dim in cuts):
-        raise NotImplementedError(
-            f"REKLS: parameter {number} {list(parameter.shape)} is flattened and cut along another dimension than the "
-            f"first (rank {tensor_axis.rank}); shard it along dimension 0"
-        )
-    return [(axis, dim) for axis, dim in cuts if axis.size > 1]
-
-
-def _pair(shape: tuple[int, ...]) -> list[int]:
-    """A shape as two integers."""
-    return [shape[0], shape[1] if len(shape) > 1 else 0]
+    return parameter.ndim >= 2 and group["algorithm"] != "adamw"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One parameter: how it lies on the ranks, which of them steps it, and how pieces get there and back.
+    """One matrix, or a parameter that AdamW steps: how it lies on the ranks, who steps it, and how it gets there.
 
     ``owners`` are the ranks its gradient travels over, ``route`` its way. A matrix travels over all ranks it lies on;
     what AdamW steps only over those where it is averaged. ``everywhere`` are all ranks it lies on, and ``home`` the one
-    of them that a checkpoint's tensors come from. ``layout`` has the shape and dtype of each tensor that is saved.
+    of them that a checkpoint's tensors come from. ``layout`` has the shape and dtype of each tensor of its state,
+    ``kept`` of those that are made of them. ``suffix`` tells its state from that of the parameter's other matrices.
+    ``turns``: in which of ``root_every`` steps each factor is decomposed.
     """
 
     name: str
     rule: Rule
     placement: Placement
+    view: tuple[int, ...]  # the parameter's local part, as `Placement.of` sees it
     owners: Owners
     route: Route
     everywhere: Owners
     home: Place
     layout: Layout
+    kept: Layout
+    suffix: str
+    turns: Mapping[str, int]
     replicated: bool  # over the tensor axis, as a plain tensor: its gradients must be the same there
     elements: int  # of the whole, the same on every rank
 
@@ -170,9 +114,14 @@ class Plan:
         return self.route.dtype
 
     @property
+    def matrix(self) -> tuple[int, ...]:
+        """Its shape as its rule sees it."""
+        return self.route.whole[-2:]
+
+    @property
     def is_split(self) -> bool:
         """Whether each rank steps the elements that lie there, by AdamW, and so has the state of these alone."""
-        return self.rule is AdamW
+        return self.rule is ADAMW
 
     @property
     def is_mine(self) -> bool:
@@ -188,13 +137,35 @@ class Plan:
         """Of what is split: how its state lies on all ranks between steps, in the row of its owner."""
         return replace(self.route, whole=self.placement.whole, roles=_unaveraged(self.placement.roles), owner=self.home)
 
-    def fresh(self, device: torch.device) -> dict[str, Any]:
+    def piece(self, tensor: Tensor) -> Tensor:
+        """This rank's part of it, of the local part of the parameter or its gradient."""
+        return self.placement.of(tensor, self.view)
+
+    def due(self, number: int, settings: Settings) -> Collection[str]:
+        """The sides that are decomposed in the ``number``-th step: the step alone decides that."""
+        if not isinstance(settings, FactorSettings) or number <= max(1, settings.dense_steps):
+            return tuple(self.turns)
+        every = settings.root_every
+        return tuple(side for side, turn in self.turns.items() if number % every == turn % every)
+
+    def fresh(self, device: torch.device) -> State:
         """The state before the first step, where this rank does the work."""
         if not self.is_mine:
             return {}
         state = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.layout.items()}
-        self.rule.derive(state, zero=True)
-        return state
+        self.rule.derive(state, tuple(self.turns), zero=True)
+        return self.saved(state)
+
+    def state_of(self, saved: State) -> State:
+        """Its own state, of all that the parameter has."""
+        if not self.suffix:
+            return saved
+        names = (name for name in (*self.layout, *self.kept) if name + self.suffix in saved)
+        return {"step": saved["step"], **{name: saved[name + self.suffix] for name in names}}
+
+    def saved(self, state: State) -> State:
+        """Its own state, named as among all that the parameter has."""
+        return {name + self.suffix: value for name, value in state.items()}
 
     def counts_here(self, parameter: Tensor, axes: Sequence[Axis]) -> bool:
         """Whether what this rank works on counts in a norm over ``axes``: each element of a parameter does so once.
@@ -213,49 +184,99 @@ def _unaveraged(roles: Sequence[Role]) -> tuple[Role, ...]:
     return tuple(Replicated() if isinstance(role, Averaged) else role for role in roles)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one plan is made for: a matrix of a parameter, or a parameter that AdamW steps."""
+
+    name: str
+    parameter: Tensor
+    placement: Placement
+    view: tuple[int, ...]
+    suffix: str
+    matrix: bool
+    elements: int
+
+    def costs(self, settings: Settings) -> dict[str, float]:
+        """What the work costs, the same on every rank: decompositions by side, and under "" every step's."""
+        if not self.matrix:
+            return {"": self.elements}
+        rows, columns = self.placement.whole[-2:]
+        sides = settings.sides((rows, columns)) if isinstance(settings, FactorSettings) else []
+        return {"": PRODUCTS * rows * columns * (rows + columns), **{side: EIGH * dim**3 for side, dim in sides}}
+
+
 class Planner:
-    """Gives parameters to owners. Those that lie on the same axes share their ranks' loads."""
+    """Gives matrices to owners and decompositions to steps. Those on the same axes share their ranks' loads."""
 
     def __init__(self) -> None:
         self._owners: dict[tuple[int, ...], Owners] = {}
+        self._turns: dict[int, list[float]] = {}  # by ``root_every``: what each step in turn decomposes
+        self._loads: dict[Owners, dict[Place, dict[tuple[int, int] | None, float]]] = {}  # under None: of all steps
 
-    def _over(self, axes: Sequence[Axis]) -> Owners:
+    def over(self, axes: Sequence[Axis]) -> Owners:
+        """The ranks of some axes, one and the same object for the same axes."""
         key = tuple(id(axis) for axis in axes)
         if key not in self._owners:
-            self._owners[key] = Owners(axes)
+            self._owners[key] = owners = Owners(axes)
+            places = itertools.product(*(range(axis.size) for axis in axes))
+            self._loads[owners] = {place: defaultdict(float) for place in places}
         return self._owners[key]
 
-    def plan(
-        self, parameters: Sequence[Tensor], names: Sequence[str], placements: Sequence[Placement], group: dict[str, Any]
-    ) -> list[Plan]:
-        """A plan for each parameter; the costliest are given away first."""
-        settings = Settings.of(group)
-        costs = [_cost(*pair, group) for pair in zip(parameters, placements, strict=True)]
+    def plan(self, pieces: Sequence[Piece], rule: Rule, settings: Settings) -> list[Plan]:
+        """A plan for each piece; the costliest are given away first."""
+        costs = [piece.costs(settings) for piece in pieces]
+        turns = self._take_turns(costs, settings.root_every if isinstance(settings, FactorSettings) else 1)
         plans: dict[int, Plan] = {}
-        for index in sorted(range(len(parameters)), key=lambda index: -costs[index]):
-            parameter, placement = parameters[index], placements[index]
-            matrix = is_matrix(parameter, group)
-            rule, whole = (RULES[group["variant"]], placement.whole) if matrix else (AdamW, placement.local)
-            chosen = [at for at, role in enumerate(placement.roles) if matrix or isinstance(role, Averaged)]
-            owners = self._over([placement.axes[at] for at in chosen])
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            roles = tuple(placement.roles[at] for at in chosen)
-            route = Route(whole, roles, owners.assign(costs[index]), wide, parameter.device)
-            places = dict(zip(chosen, route.owner, strict=True))
-            home = tuple(places.get(at, 0) for at in range(len(placement.roles)))
-            replicated = not is_dtensor(parameter) and any(isinstance(role, Replicated) for role in placement.roles)
-            plans[index] = Plan(
-                names[index], rule, placement, owners, route, self._over(placement.axes), home,
-                rule.layout(whole, wide, settings), replicated, _elements(parameter, placement),
-            )  # fmt: skip
-        return [plans[index] for index in range(len(parameters))]
+        for index in sorted(range(len(pieces)), key=lambda index: -sum(costs[index].values())):
+            plans[index] = self._plan(pieces[index], rule, settings, costs[index], turns[index])
+        return [plans[index] for index in range(len(pieces))]
 
+    def _take_turns(self, costs: Sequence[dict[str, float]], every: int) -> list[dict[str, int]]:
+        """In which of ``every`` steps each factor is decomposed: equal shares for all. Ranks do not matter."""
+        loads = self._turns.setdefault(every, [0.0] * every)
+        found: list[dict[str, int]] = [{side: 0 for side in cost if side} for cost in costs]
+        sides = [(cost[side], index, side) for index, cost in enumerate(costs) for side in cost if side]
+        for size, index, side in sorted(sides, key=lambda one: -one[0]):
+            found[index][side] = turn = min(range(every), key=loads.__getitem__)
+            loads[turn] += size
+        return found
 
-def _cost(parameter: Tensor, placement: Placement, group: dict[str, Any]) -> float:
-    """What the work on a parameter costs, the same on every rank: decompositions and a pass over the elements."""
-    sides = placement.whole if is_matrix(parameter, group) else ()
-    return _elements(parameter, placement) + sum(dim**3 for dim in sides if dim <= group["max_factor_dim"])
+    def _plan(
+        self, piece: Piece, rule: Rule, settings: Settings, costs: dict[str, float], turns: dict[str, int]
+    ) -> Plan:
+        placement, parameter = piece.placement, piece.parameter
+        rule, whole = (rule, placement.whole) if piece.matrix else (ADAMW, placement.local)
+        chosen = [at for at, role in enumerate(placement.roles) if piece.matrix or isinstance(role, Averaged)]
+        owners = self.over([placement.axes[at] for at in chosen])
+        every = settings.root_every if isinstance(settings, FactorSettings) else 1
+        kinds = {side: (every, turns[side]) if side else (0, 0) for side in costs}
+        stays = placement.lies_whole_at() if len(placement.whole) > 2 else {}
+        owner = self._assign(owners, costs, kinds, {chosen.index(at): rank for at, rank in stays.items()})
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        route = Route(whole, tuple(placement.roles[at] for at in chosen), owner, wide, parameter.device)
+        places = dict(zip(chosen, owner, strict=True))
+        matrix = whole[-2:]
+        return Plan(
+            name=piece.name, rule=rule, placement=placement, view=piece.view, owners=owners, route=route,
+            everywhere=self.over(placement.axes),
+            home=tuple(places.get(at, 0) for at in range(len(placement.roles))),
+            layout=rule.layout(matrix, wide, settings), kept=rule.kept(matrix, wide, settings),
+            suffix=piece.suffix, turns=turns, elements=piece.elements,
+            replicated=not is_dtensor(parameter) and any(isinstance(role, Replicated) for role in placement.roles),
+        )  # fmt: skip
 
-
-def _elements(parameter: Tensor, placement: Placement) -> int:
-    return parameter.numel() if is_dtensor(parameter) else torch.Size(placement.whole).numel()
+    def _assign(
+        self, owners: Owners, costs: dict[str, float], kinds: dict[str, tuple[int, int]], stays: dict[int, int]
+    ) -> Place:
+        """The owner of the next piece: where it ``stays`` (matrices that lie whole on one rank), of those the one with
+        the least to do in the steps in which its factors are decomposed, of those the least loaded.
+        """  # fmt: skip
+        loads = self._loads[owners]
+        fit = [place for place in loads if all(place[at] == rank for at, rank in stays.items())]
+        place = min(fit, key=lambda place: (
+            sum(loads[place][kinds[side]] for side in costs if side), loads[place][None]
+        ))  # fmt: skip
+        for side, cost in costs.items():
+            for kind in (kinds[side], None):
+                loads[place][kind] += cost
+        return place

@@ -1,7 +1,7 @@
 """What a rule of a matrix optimizer is, and what rules share: the numbers of a group, Adam, decompositions.
 
-A rule is a file with the functions of `Rule` and a line in `RULES` of `plan.py`. It sees one whole matrix, on the rank
-that owns it. The engine does the rest for all of them: `plan.py` says where parameters lie and who owns them,
+A rule is the functions of `Rule` in a file of its own. It sees one whole matrix, on the rank that owns it. The engine
+does the rest for all of them: `placement.py` says where parameters lie, `plan.py` which rank owns which matrix,
 `engine.py` moves gradients and updates and sees to it that a step is made on every rank or on none, `checkpoint.py`
 saves and loads.
 """
@@ -9,57 +9,21 @@ saves and loads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from weft.comm.arguments import find_integer_fault, find_number_fault
 from weft.comm.device import runs_behind
+from weft.optim.step.compare import join_faults
 
+# A matrix of smaller entries, its sides shorter than 2^23, has products and squares that are finite.
+LARGEST = {torch.float32: 2.0**40, torch.float64: 2.0**488}
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One step's numbers for the parameters of a group."""
-
-    lr: float
-    betas: tuple[float, float]
-    shampoo_beta: float
-    eps: float
-    weight_decay: float
-    weight_decay_method: str
-    max_factor_dim: int
-
-    @staticmethod
-    def of(group: dict[str, Any]) -> Settings:
-        b1, b2 = group["betas"]
-        return Settings(
-            float(group["lr"]), (float(b1), float(b2)), float(group["shampoo_beta"]), float(group["eps"]),
-            float(group["weight_decay"]), group["weight_decay_method"], int(group["max_factor_dim"]),
-        )  # fmt: skip
-
-    @property
-    def shrink(self) -> float:
-        """What weight decay leaves of a weight, before the update."""
-        return _SHRINK[self.weight_decay_method](self.lr, self.weight_decay)
-
-    @property
-    def decays_gradient(self) -> bool:
-        """Whether the decay is part of the gradient (l2), so that whoever works needs the weights too."""
-        return self.weight_decay_method == "l2" and self.weight_decay != 0
-
-    def factors(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        """The layout of the factors L and R of a matrix: of each side that is not too long."""
-        sides = zip("LR", shape, strict=True)
-        return {side: ((dim, dim), dtype) for side, dim in sides if dim <= self.max_factor_dim}
-
-    def keep_factor(self, number: int) -> float:
-        """b_t: what the ``number``-th step leaves of a factor, with bias correction."""
-        return 1 - (1 - self.shampoo_beta) / (1 - self.shampoo_beta**number)
-
-
+State = dict[str, Any]
 _SHRINK = {
     "decoupled": lambda lr, decay: 1 - lr * decay,
     "independent": lambda lr, decay: 1 - decay,
@@ -69,57 +33,135 @@ _SHRINK = {
 DECAY_METHODS = tuple(_SHRINK)
 
 
-class Rule(Protocol):
-    """How the state and the update of a matrix follow from its gradient."""
+@dataclass(frozen=True)
+class Settings:
+    """One step's numbers for the parameters of a group: what AdamW needs. Rules add their own."""
 
-    def layout(self, shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
-        """The shape and dtype of each tensor of the state that is saved; all are zero before the first step."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    weight_decay_method: str
+    cautious: bool
 
-    def derive(self, state: dict[str, Any], zero: bool = False) -> None:
-        """Add what is made from saved tensors: the same bits as in the step that made these.
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Self:
+        """Read from a group; learning rates may be tensors."""
+        return cls(**{one.name: _plain(group[one.name], one.type) for one in fields(cls)})
 
-        ``zero``: there has been none, and all are zero.
-        """
+    @property
+    def shrink(self) -> float:
+        """What weight decay leaves of a weight, before the update."""
+        return _SHRINK[self.weight_decay_method](self.lr, self.weight_decay)
 
-    def advance(
-        self, state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
-    ) -> tuple[dict[str, Any], Tensor]:
-        """The state after a step and what is to be subtracted from the weight, both new: the step may be dropped.
+    @property
+    def keeps_roots(self) -> bool:
+        """Whether what is made of the state may be older than that state."""
+        return False
 
-        On a device the host must not wait: what depends on numbers there is chosen there.
-        ``weight`` is given where the decay is part of the gradient (l2); it does not enter factors.
-        """
+    @property
+    def decays_gradient(self) -> bool:
+        """Whether the decay is part of the gradient (l2), so that whoever works needs the weights too."""
+        return self.weight_decay_method == "l2" and self.weight_decay != 0
 
 
-class AdamW:
-    """The rule of vectors and of what is not a matrix.
+def _plain(value: Any, kind: object) -> Any:
+    """A number of a group as its settings hold it."""
+    if isinstance(value, tuple | list):
+        return tuple(_plain(one, "float" if isinstance(one, float) else "") for one in value)
+    return float(value) if kind == "float" else value
 
-    Only operators that round once: parts of a tensor then get the bits that the whole would get, on any number of
-    ranks. (Fused kernels and those with a factor, as ``addcmul``, round the last elements of a tensor differently.)
+
+@dataclass(frozen=True)
+class FactorSettings(Settings):
+    """Of rules with a factor for each side of a matrix, which is decomposed now and then."""
+
+    shampoo_beta: float
+    max_factor_dim: int
+    root_every: int
+    dense_steps: int
+
+    @property
+    def keeps_roots(self) -> bool:
+        return self.root_every > 1
+
+    def sides(self, shape: tuple[int, ...]) -> list[tuple[str, int]]:
+        """The sides of a matrix that have a factor: L of its rows, R of its columns, unless there are too many."""
+        return [(side, dim) for side, dim in zip("LR", shape, strict=True) if dim <= self.max_factor_dim]
+
+    def factors(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        """The layout of the factors."""
+        return {side: ((dim, dim), dtype) for side, dim in self.sides(shape)}
+
+    def keep_factor(self, number: int) -> float:
+        """b_t: what the ``number``-th step leaves of a factor, with bias correction."""
+        return 1 - (1 - self.shampoo_beta) / (1 - self.shampoo_beta**number)
+
+
+def find_factor_fault(label: str, group: dict[str, Any]) -> Exception | None:
+    """What is wrong with the numbers of a group that factors need."""
+    if fault := find_number_fault(label, "shampoo_beta", group["shampoo_beta"], None, allow="any"):
+        return fault
+    if not 0 <= group["shampoo_beta"] < 1:
+        return ValueError(f"{label}: shampoo_beta must be in [0, 1), got {group['shampoo_beta']}")
+    least = {"max_factor_dim": 0, "root_every": 1, "dense_steps": 0}
+    return join_faults([find_integer_fault(label, name, group[name], None, least=at) for name, at in least.items()])
+
+
+def _no_kept(shape: tuple[int, ...], dtype: torch.dtype, settings: Any) -> Layout:
+    return {}
+
+
+def _derive_nothing(state: State, due: Collection[str], zero: bool = False) -> None:
+    """Nothing is left out of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the state and the update of a matrix follow from its gradient.
+
+    ``layout(shape, dtype, settings)`` is the shape and dtype of each tensor of the state, all zero before the first
+    step. ``kept(shape, dtype, settings)`` are those that `derive` makes of it: they are saved only where they are older
+    than what they are made of.
+
+    ``derive(state, due, zero=False)`` makes what is kept anew for the sides that are ``due``: the same bits as in the
+    step that made these. ``zero``: there has been no step, and all is zero.
+
+    ``advance(state, grad, weight, settings, due)`` gives the state after a step and the update, both new: the step may
+    be dropped. The engine subtracts ``rate(shape, settings)`` times the update from the weight. On a device the host
+    must not wait: what depends on numbers there is chosen there. ``weight`` is given where the decay is part of the
+    gradient (l2); it does not enter factors. ``due``: the sides whose factors are decomposed in this step.
     """
 
-    @staticmethod
-    def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
-        return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
-
-    @staticmethod
-    def derive(state: dict[str, Any], zero: bool = False) -> None:
-        """Nothing is left out of a checkpoint."""
-
-    @staticmethod
-    def advance(
-        state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
-    ) -> tuple[dict[str, Any], Tensor]:
-        limit = math.sqrt(torch.finfo(grad.dtype).max) / 16  # whose square still fits; torch's AdamW never moves again
-        grad = grad.clamp(-limit, limit)
-        decayed = grad if weight is None else grad + weight * settings.weight_decay
-        new, direction = adam_direction(state, decayed, state["exp_avg"], settings)
-        return new, direction.mul_(settings.lr)
+    layout: Callable[[tuple[int, ...], torch.dtype, Any], Layout]
+    advance: Callable[[State, Tensor, Tensor | None, Any, Collection[str]], tuple[State, Tensor]]
+    derive: Callable[..., None] = _derive_nothing
+    kept: Callable[[tuple[int, ...], torch.dtype, Any], Layout] = _no_kept
+    rate: Callable[[tuple[int, ...], Any], float] = lambda shape, settings: 1.0
 
 
-def adam_direction(
-    state: dict[str, Any], grad: Tensor, first: Tensor, settings: Settings
-) -> tuple[dict[str, Any], Tensor]:  # fmt: skip
+def _adamw_layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
+    return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
+
+
+def _adamw_advance(
+    state: State, grad: Tensor, weight: Tensor | None, settings: Settings, due: Collection[str]
+) -> tuple[State, Tensor]:
+    """Only operators that round once: parts of a tensor then get the bits that the whole would get, on any ranks.
+
+    (Fused kernels and those with two factors, as ``addcmul``, round the last elements of a tensor differently.)
+    """
+    limit = math.sqrt(torch.finfo(grad.dtype).max) / 16  # whose square still fits; torch's AdamW never moves again
+    grad = grad.clamp(-limit, limit)
+    decayed = grad if weight is None else grad + weight * settings.weight_decay
+    new, direction = adam_direction(state, decayed, state["exp_avg"], settings)
+    return new, direction.mul_(settings.lr)
+
+
+ADAMW = Rule(_adamw_layout, _adamw_advance)  # of vectors, and of what is not a matrix
+
+
+def adam_direction(state: State, grad: Tensor, first: Tensor, settings: Settings) -> tuple[State, Tensor]:
     """Both moments after a step from the ``first`` one, and Adam's direction: bias correction, eps outside the root."""
     b1, b2 = settings.betas
     number = int(state["step"]) + 1
@@ -165,3 +207,12 @@ def is_zero(factor: Tensor) -> Tensor:
 def zero_basis(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a zero matrix as large as ``factor``."""
     return factor.new_zeros(len(factor)), torch.eye(len(factor), dtype=factor.dtype, device=factor.device).flip(1)
+
+
+def within_range(matrix: Tensor, limit: float) -> Tensor:
+    """The matrix, times a power of two where an entry is not below ``limit``, itself a power of two: then all are."""
+    if not matrix.numel():
+        return matrix
+    exponent = torch.frexp(matrix.abs().amax().double())[1]  # the largest entry is in [2^(exponent - 1), 2^exponent)
+    above = (exponent - int(math.log2(limit))).clamp_min(0).to(torch.int64)
+    return matrix * ((1023 - above) << 52).view(torch.float64)  # 2^-above

@@ -23,50 +23,39 @@ factors, so they are saved. A side over ``max_factor_dim`` has no factor: its ba
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.optim.matrix.muon import within_range
-from weft.optim.matrix.rule import Layout, decompose, is_zero
+from weft.optim.matrix.optimizer import MatrixOptimizer
+from weft.optim.matrix.rule import (
+    LARGEST,
+    FactorSettings,
+    Layout,
+    Rule,
+    State,
+    decompose,
+    find_factor_fault,
+    is_zero,
+    within_range,
+)
 
 
-@dataclass(frozen=True)
-class SOAPSettings:  # TODO: (Settings), which has the first five
-    """One step's numbers. ``root_every``: how often bases follow; at each of the first ``dense_steps`` steps too."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    weight_decay_method: str
-    shampoo_beta: float = 0.95
-    max_factor_dim: int = 8192
-    root_every: int = 10
-    dense_steps: int = 0
-
-
-def layout(shape: tuple[int, int], dtype: torch.dtype, settings: SOAPSettings) -> Layout:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, settings: FactorSettings) -> Layout:
     """Adam's moments in the bases; the factor and the basis of each side that is not too long."""
     found: Layout = dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
-    for side, dim in zip("LR", shape, strict=True):
-        if dim <= settings.max_factor_dim:
-            found |= dict.fromkeys((side, f"Q_{side}"), ((dim, dim), dtype))
+    for side, dim in settings.sides(shape):
+        found |= dict.fromkeys((side, f"Q_{side}"), ((dim, dim), dtype))
     return found
 
 
-def derive(state: dict[str, Any], zero: bool = False) -> None:
-    """Nothing is left out of a checkpoint."""
-
-
-def advance(
-    state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: SOAPSettings, due: Collection[str] = ()
-) -> tuple[dict[str, Any], Tensor]:
+def _advance(
+    state: State, grad: Tensor, weight: Tensor | None, settings: FactorSettings, due: Collection[str]
+) -> tuple[State, Tensor]:
     """The state after a step and the update, which is still to be multiplied by `rate`."""
-    grad = within_range(grad, _LARGEST[grad.dtype])
+    grad = within_range(grad, LARGEST[grad.dtype])
     step = int(state["step"])
     keep = settings.shampoo_beta
     new = {
@@ -93,17 +82,13 @@ def advance(
     return {"exp_avg": first, "exp_avg_sq": second} | new | saved, update
 
 
-def rate(shape: tuple[int, int], settings: SOAPSettings) -> float:
+def _rate(shape: tuple[int, ...], settings: FactorSettings) -> float:
     """What the update is multiplied by."""
     return settings.lr
 
 
-# A matrix with entries up to this, its sides shorter than 2^23, has products and squares that are finite.
-_LARGEST = {torch.float32: 2.0**40, torch.float64: 2.0**488}
-
-
 def _adam(
-    first: Tensor, second: Tensor, grad: Tensor, settings: SOAPSettings, step: int
+    first: Tensor, second: Tensor, grad: Tensor, settings: FactorSettings, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both moments after a step, and the direction."""
     b1, b2 = settings.betas
@@ -129,3 +114,57 @@ def _turn(matrix: Tensor, bases: dict[str, Tensor]) -> Tensor:
     """Q_L^T matrix Q_R; a side that is not among the bases stays as it is."""
     turned = bases["L"].mT @ matrix if "L" in bases else matrix
     return turned @ bases["R"] if "R" in bases else turned
+
+
+SOAP_RULE = Rule(_layout, _advance, rate=_rate)
+
+
+class SOAP(MatrixOptimizer):
+    """Adam in slowly followed eigenbases of Shampoo's factors, for matrices; AdamW for the rest.
+
+    Each matrix has an owner among the ranks, as in `REKLS`, whose table says how parameters are placed and what crosses
+    ranks; groups have the same further keys. What is no matrix, and groups with ``"algorithm": "adamw"``, is stepped by
+    AdamW.
+
+    ``root_every``: how many steps a basis stays before it follows its factor (published: precondition_frequency). The
+    factors of all matrices take turns, so each step has as much to do. A side over ``max_factor_dim`` has no factor.
+
+    >>> model = torch.nn.Linear(4, 3)
+    >>> optimizer = SOAP([model.weight], lr=0.003)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    label = "SOAP"
+    settings_kind = FactorSettings
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        shampoo_beta: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        weight_decay_method: str = "decoupled",
+        cautious: bool = False,
+        root_every: int = 10,
+        dense_steps: int = 0,
+        max_factor_dim: int = 8192,
+        group: Any = None,
+        data_group: Any = None,
+        on_nonfinite: str = "raise",
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps, "weight_decay": weight_decay,
+            "weight_decay_method": weight_decay_method, "cautious": cautious, "max_factor_dim": max_factor_dim,
+            "root_every": root_every, "dense_steps": dense_steps,
+        }  # fmt: skip
+        super().__init__(params, defaults, group, data_group, on_nonfinite)
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return SOAP_RULE
+
+    def find_own_fault(self, group: dict[str, Any]) -> Exception | None:
+        return find_factor_fault(self.label, group)

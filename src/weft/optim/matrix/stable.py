@@ -9,48 +9,53 @@ order changes it by rounding, not by its own size. For a gradient G ``[m, n]`` a
     s <- b2 s + (1 - b2) (g rms(P_L U P_R))^2               with the old roots
     L <- b_t L + (1 - b_t) (U P_R)(U P_R)^T / n             b_t as in the published update
     R <- b_t R + (1 - b_t) (P_L U)^T (P_L U) / m            with the old roots
-    P = Q diag(max(l / mean(l), floor))^(-1/2) Q^T          of each factor
+    P = Q diag(max(l / mean(l), floor))^(-1/2) Q^T          of each factor, where it is due
     update = lr P_L (b1 M / (1 - b1^t) + (1 - b1) G) P_R / sqrt(s / (1 - b2^t))
 
-On the first step with a gradient that is not zero the roots of the update are still the identity. A side over
-``max_factor_dim`` keeps it. s is fp64 and G is scaled before it is squared: gradients of any size are alike.
+On the first step with a gradient that is not zero the roots of the update are still the identity; a root of zeros
+stands for it. A side over ``max_factor_dim`` keeps it. Factors are renewed at every step, roots where they are due.
+s is fp64 and G is scaled before it is squared: gradients of any size are alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.comm.device import runs_behind
-from weft.optim.matrix.rule import Layout, Settings, decompose, is_zero
+from weft.optim.matrix.rule import FactorSettings, Layout, Rule, State, decompose, is_zero
 
 FLOOR = 0.05  # of an eigenvalue to the mean
 
 
-def layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, settings: FactorSettings) -> Layout:
     """The momentum, the scalar second moment and the factors."""
     return {"exp_avg": (shape, dtype), "second_moment": ((), torch.float64)} | settings.factors(shape, dtype)
 
 
-def derive(state: dict[str, Any], zero: bool = False) -> None:
-    """The inverse roots, from the factors that are not zero; on a device from all, and `_Roots` says which count."""
-    for side in "LR" if not zero else ():
-        if side in state and (runs_behind(state[side].device) or not is_zero(state[side])):
-            state[f"root_{side}"] = _inverse_root(state[side])
+def _kept(shape: tuple[int, ...], dtype: torch.dtype, settings: FactorSettings) -> Layout:
+    """The inverse roots."""
+    return {f"root_{side}": ((dim, dim), dtype) for side, dim in settings.sides(shape)}
 
 
-def advance(
-    state: dict[str, Any], grad: Tensor, weight: Tensor | None, settings: Settings
-) -> tuple[dict[str, Any], Tensor]:
+def _derive(state: State, due: Collection[str], zero: bool = False) -> None:
+    """The inverse roots, from the factors."""
+    for side in due:
+        state[f"root_{side}"] = torch.zeros_like(state[side]) if zero else _inverse_root(state[side])
+
+
+def _advance(
+    state: State, grad: Tensor, weight: Tensor | None, settings: FactorSettings, due: Collection[str]
+) -> tuple[State, Tensor]:
     """The state after a step and the update."""
     b1, b2 = settings.betas
     number = int(state["step"]) + 1
-    new: dict[str, Any] = {}
+    new: State = {}
     roots = _Roots.of(state)
     second = b2 * state["second_moment"]
     size, unit = _unit(grad)
@@ -63,8 +68,9 @@ def advance(
             if side in state:
                 renew = partial(torch.addmm, state[side], one, one.mT, beta=keep, alpha=(1 - keep) / one.shape[1])
                 new[side] = _if(moved, renew, state[side])
-        derive(new)
-        roots = _Roots.of(new).if_any_of(roots)
+        for side in due:
+            new[f"root_{side}"] = _if(moved, partial(_inverse_root, new[side]), state[f"root_{side}"])
+        roots = _Roots.of(state | new).if_any_of(roots)
     decayed = grad if weight is None else grad + weight * settings.weight_decay
     new["exp_avg"] = state["exp_avg"] * b1 + decayed * (1 - b1)
     new["second_moment"] = second
@@ -81,9 +87,9 @@ class _Roots(NamedTuple):
     of_r: tuple[Tensor, Tensor] | None
 
     @staticmethod
-    def of(state: dict[str, Any]) -> _Roots:
-        pairs = ((state[f"root_{s}"], ~is_zero(state[s])) if f"root_{s}" in state else None for s in "LR")
-        return _Roots(*pairs)
+    def of(state: State) -> _Roots:
+        roots = (state.get(f"root_{side}") for side in "LR")
+        return _Roots(*(None if root is None else (root, ~is_zero(root)) for root in roots))
 
     def left(self, matrix: Tensor) -> Tensor:
         """P_L times it."""
@@ -103,9 +109,13 @@ class _Roots(NamedTuple):
 
 
 def _inverse_root(factor: Tensor) -> Tensor:
-    """Q diag(max(l / mean(l), floor))^(-1/2) Q^T."""
-    values, vectors = decompose(factor)
-    return (vectors * (values / values.mean()).clamp_min(FLOOR).rsqrt()) @ vectors.mT
+    """Q diag(max(l / mean(l), floor))^(-1/2) Q^T; zeros of a factor of zeros."""
+
+    def make() -> Tensor:
+        values, vectors = decompose(factor)
+        return (vectors * (values / values.mean()).clamp_min(FLOOR).rsqrt()) @ vectors.mT
+
+    return _if(~is_zero(factor), make, torch.zeros_like(factor))
 
 
 def _if(flag: Tensor, make: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
@@ -129,3 +139,6 @@ def _unit(matrix: Tensor) -> tuple[Tensor, Tensor]:
     scaled = matrix / torch.where(there, largest, 1.0)
     ratio = torch.where(there, _root(scaled.square().mean().double()), 1.0)
     return torch.where(there, largest.double() * ratio, 0.0), scaled / ratio
+
+
+STABLE = Rule(_layout, _advance, _derive, _kept)

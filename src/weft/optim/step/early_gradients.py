@@ -32,7 +32,7 @@ class EarlyGradients:
         self._make_run = make_run
         self._expected: list[Tensor] = []
         self._scatter: list[Unit] = []
-        self._unit_of: dict[Tensor, int] = {}
+        self._units_of: dict[Tensor, list[int]] = {}  # several, of a parameter that is cut into matrices
         self._run: StepRun | None = None
         self._missing: list[set[Tensor]] = []  # of each unit
         self._written: list[list[Written]] = []  # the gradients of each: a backward may use several streams
@@ -45,14 +45,16 @@ class EarlyGradients:
         """Wait for the next backward."""
         self._run, self._sent, self._next, self._changed = None, {}, 0, None
         self._scatter, self._expected = list(scatter), list(expected)
-        self._unit_of = {
-            p: place for place, unit in enumerate(self._scatter) for p in unit.part.buckets()[unit.bucket]
-        }  # fmt: skip
+        self._units_of = {}
+        for place, unit in enumerate(self._scatter):
+            for parameter in unit.part.buckets()[unit.bucket]:
+                self._units_of.setdefault(parameter, []).append(place)
         self._missing, self._written = [set() for _ in self._scatter], [[] for _ in self._scatter]
         for parameter in self._expected:
             # Those of tables leave by themselves; what has no elements may be in no bucket.
-            if not hasattr(parameter, "row_table") and parameter in self._unit_of:
-                self._missing[self._unit_of[parameter]].add(parameter)
+            if not hasattr(parameter, "row_table") and parameter in self._units_of:
+                for place in self._units_of[parameter]:
+                    self._missing[place].add(parameter)
                 self._watch(parameter)
 
     def _watch(self, parameter: Tensor) -> None:
@@ -82,14 +84,13 @@ class EarlyGradients:
 
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
-        if self._paused or parameter not in self._unit_of:
-            return
-        place = self._unit_of[parameter]
-        if place < self._next:
-            return  # it has left: `find_fault` says so
-        self._missing[place].discard(parameter)
-        if parameter.grad is not None and parameter.grad.layout == torch.strided:
-            self._written[place].append(Written(local_of(parameter.grad)))
+        places = self._units_of.get(parameter, ())
+        if self._paused or not places or places[0] < self._next:
+            return  # what has left is told by `find_fault`
+        for place in places:
+            self._missing[place].discard(parameter)
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                self._written[place].append(Written(local_of(parameter.grad)))
         while self._next < len(self._scatter) and not self._missing[self._next]:
             self._leave()
 

@@ -1,18 +1,17 @@
-"""`REKLS` on virtual ranks: the bits of the serial optimizer, which are those of its equations."""
+"""Matrix optimizers on virtual ranks: the bits of one process; those of `REKLS` are the bits of its equations."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from published import Published
-from sharded_run import assert_same, train_alone, train_over
+from sharded_run import RULES, assert_same, train_alone, train_over
 from torch import Tensor
 from worlds import virtual_world
 
 import weft
 from weft import optim
 from weft.optim.matrix import engine
-from weft.optim.matrix.plan import RULES
 from weft.optim.matrix.rule import DECAY_METHODS
 
 
@@ -29,7 +28,7 @@ def test_alone_it_is_the_published_update(method: str, dtype: torch.dtype, shape
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(shape, dtype=dtype))
     wanted = Published(parameter.detach(), 0.01, method=method, decay=0.1)
-    optimizer = optim.REKLS([parameter], 0.01, weight_decay=0.1, weight_decay_method=method)
+    optimizer = optim.REKLS([parameter], 0.01, weight_decay=0.1, weight_decay_method=method, variant="exact")
     for _ in range(10):
         grad = torch.randn(shape, dtype=dtype)
         parameter.grad = grad.clone()
@@ -42,18 +41,19 @@ def test_alone_it_is_the_published_update(method: str, dtype: torch.dtype, shape
 @pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("variant", RULES)
-def test_over_ranks_it_has_the_bits_of_one(variant: str, size: int, uneven: bool) -> None:
-    wanted = train_alone(10, variant=variant)
-    found = virtual_world(size).run(lambda axis: train_over(axis, 10, uneven, variant=variant)).results
+@pytest.mark.parametrize("rule", RULES)
+def test_over_ranks_it_has_the_bits_of_one(rule: str, size: int, uneven: bool) -> None:
+    wanted = train_alone(10, rule=rule)
+    found = virtual_world(size).run(lambda axis: train_over(axis, 10, uneven, rule=rule)).results
     assert_same(wanted, found, uneven)
 
 
 @pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", DECAY_METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_every_weight_decay_and_dtype(method: str, dtype: torch.dtype) -> None:
-    options = {"weight_decay_method": method, "weight_decay": 0.1, "dtype": dtype}
+@pytest.mark.parametrize("rule", ["exact", pytest.param("Muon", marks=pytest.mark.slow)])
+def test_every_weight_decay_and_dtype(rule: str, method: str, dtype: torch.dtype) -> None:
+    options = {"rule": rule, "weight_decay_method": method, "weight_decay": 0.1, "dtype": dtype}
     wanted = train_alone(6, **options)
     assert all(weight.dtype == dtype for weight in wanted)
     assert_same(wanted, virtual_world(3).run(lambda axis: train_over(axis, 6, True, **options)).results, True)
@@ -70,13 +70,16 @@ def rows_and_columns(axis: weft.Axis, data: int, tensor: int) -> tuple[weft.Axis
 
 @pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (2, 2), (3, 2), (2, 3)])
-@pytest.mark.parametrize("method", ["decoupled", "l2"])
-def test_data_by_tensor_is_one_on_averaged_gradients(data: int, tensor: int, method: str) -> None:
-    wanted = train_alone(10, data, weight_decay_method=method)
+@pytest.mark.parametrize(
+    ("rule", "method"), [("exact", "decoupled"), *((rule, "l2" if rule == "exact" else "decoupled") for rule in RULES)]
+)
+def test_data_by_tensor_is_one_on_averaged_gradients(data: int, tensor: int, rule: str, method: str) -> None:
+    options = {"rule": rule, "weight_decay_method": method}
+    wanted = train_alone(10, data, **options)
 
     def program(axis: weft.Axis) -> list[Tensor]:
         over_data, over_tensor = rows_and_columns(axis, data, tensor)
-        return train_over(over_tensor, 10, True, over_data, weight_decay_method=method)
+        return train_over(over_tensor, 10, True, over_data, **options)
 
     found = virtual_world(data * tensor).run(program).results
     for row in range(data):

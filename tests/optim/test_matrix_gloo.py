@@ -1,4 +1,4 @@
-"""`REKLS` on real Gloo processes: plain shards, DTensors of every placement, checkpoints at another size."""
+"""Matrix optimizers on real Gloo processes: plain shards, DTensors of every placement, checkpoints at another size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import two_by_two
-from sharded_run import KINDS, assert_same, gradients, groups_of, part_of, train_alone, train_over, weights
+from sharded_run import KINDS, RULES, assert_same, gradients, groups_of, make, part_of, train_alone, train_over, weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import optim
-from weft.optim.matrix.plan import RULES
 from weft.world.launch import ProcessWorld
 
 
@@ -36,10 +35,12 @@ def over(axis: weft.Axis, ranks: list[int], steps: int, uneven: bool, options: d
     return train_over(weft.Axis.of(group), steps, uneven, **options) if axis.rank in ranks else None
 
 
-@pytest.mark.parametrize(("ranks", "variant"), [([0, 1], "stable"), ([5, 0, 3, 2], "exact")])
-def test_over_processes_it_has_the_bits_of_one(pool: ProcessWorld, ranks: list[int], variant: str) -> None:
-    found = pool.run(over, ranks, 10, True, {"variant": variant})
-    assert_same(train_alone(10, variant=variant), [found[rank] for rank in sorted(ranks)], True)
+@pytest.mark.parametrize(
+    ("ranks", "rule"), [([0, 1], "stable"), ([5, 0, 3, 2], "exact"), *(([1, 4, 2], rule) for rule in RULES)]
+)
+def test_over_processes_it_has_the_bits_of_one(pool: ProcessWorld, ranks: list[int], rule: str) -> None:
+    found = pool.run(over, ranks, 10, True, {"rule": rule})
+    assert_same(train_alone(10, rule=rule), [found[rank] for rank in sorted(ranks)], True)
 
 
 def on_mesh(axis: weft.Axis, order: str) -> list[Tensor] | None:
@@ -109,26 +110,29 @@ def whole(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def train_layers(axis: weft.Axis, kind: str) -> tuple[list[Tensor], set[str], int]:
+def train_layers(axis: weft.Axis, kind: str, rule: str) -> tuple[list[Tensor], set[str], int]:
     model = cut_layers(kind)
-    optimizer = optim.REKLS(model.parameters(), lr=0.01)
+    optimizer = make(model.parameters(), rule)
     for step in range(10):
         gradients_of(model, step)
         optimizer.step()
     placements = {str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}
-    mine = sum("L" in state for state in optimizer.state.values())
+    mine = sum(plan.is_mine and not plan.is_split for plans in optimizer._plans.values() for plan in plans)
     return [p.detach() for p in whole(model)], placements, mine
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    "rule", [rule if rule in ("exact", "Muon") else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES]
+)
 @pytest.mark.parametrize("kind", MESHES)
-def test_dtensors_of_every_placement(four: ProcessWorld, kind: str) -> None:
+def test_dtensors_of_every_placement(four: ProcessWorld, kind: str, rule: str) -> None:
     model = Layers()
-    optimizer = optim.REKLS(model.parameters(), lr=0.01)
+    optimizer = make(model.parameters(), rule)
     for step in range(10):
         gradients_of(model, step)
         optimizer.step()
-    found = four.run(train_layers, kind)
+    found = four.run(train_layers, kind, rule)
     assert sum(mine for _, _, mine in found) == 2  # each of two matrices has one owner
     assert any("StridedShard" in one for one in found[0][1]) == (kind == "fsdp + tensor")
     for parameters, _, _ in found:
@@ -136,13 +140,13 @@ def test_dtensors_of_every_placement(four: ProcessWorld, kind: str) -> None:
             assert torch.equal(mine, wanted)
 
 
-def train_for_real(axis: weft.Axis, kind: str) -> list[Tensor]:
+def train_for_real(axis: weft.Axis, kind: str, rule: str) -> list[Tensor]:
     """Forward, backward and step; ranks of a data group have a batch each, those of a tensor group the same."""
     model = Layers() if kind in ("ddp", "data group", "alone") else cut_layers(kind)
     wrapped = DistributedDataParallel(model) if kind == "ddp" else model
     data = axis if kind == "data group" else None
     group = axis.subset([axis.rank]) if kind == "data group" else None
-    optimizer = optim.REKLS(model.parameters(), lr=0.01, variant="stable", group=group, data_group=data)
+    optimizer = make(model.parameters(), rule, group=group, data_group=data)
     for step in range(5):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         mine = x if kind in ("tensor", "alone") else x.tensor_split(axis.size)[axis.rank]
@@ -153,10 +157,11 @@ def train_for_real(axis: weft.Axis, kind: str) -> list[Tensor]:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("rule", ["stable, rare", "stable"])
 @pytest.mark.parametrize("kind", ["ddp", "data group", "tensor", "fsdp"])
-def test_training_follows_one_process(four: ProcessWorld, two: ProcessWorld, kind: str) -> None:
+def test_training_follows_one_process(four: ProcessWorld, two: ProcessWorld, kind: str, rule: str) -> None:
     world = two if kind == "tensor" else four  # torch's own forward wants even shards
-    wanted, found = train_for_real(weft.Axis.of(None), "alone"), world.run(train_for_real, kind)
+    wanted, found = train_for_real(weft.Axis.of(None), "alone", rule), world.run(train_for_real, kind, rule)
     for parameters in found:
         for one, other, first in zip(parameters, wanted, found[0], strict=True):
             assert torch.equal(one, first)
@@ -229,22 +234,20 @@ def over_mesh(axis: weft.Axis, mesh: str) -> tuple[weft.Axis, weft.Axis | None]:
     return weft.Axis.of(tensor), weft.Axis.of(data)
 
 
-def save_parts(axis: weft.Axis, folder: str, variant: str, mesh: str) -> None:
+def save_parts(axis: weft.Axis, folder: str, rule: str, mesh: str) -> None:
     tensor, data = over_mesh(axis, mesh)
     model = parts_of(weights(), tensor)
-    optimizer = optim.REKLS(
-        groups_of(list(model.parameters())), lr=0.01, variant=variant, group=tensor, data_group=data
-    )
+    optimizer = make(groups_of(list(model.parameters())), rule, group=tensor, data_group=data)
     steps_on(model, optimizer, tensor.rank, tensor.size, range(5))
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
 
 
 def go_on_with_parts(
-    axis: weft.Axis, folder: str, variant: str, start: list[Tensor], alone: bool, mesh: str = "tensor"
+    axis: weft.Axis, folder: str, rule: str, start: list[Tensor], alone: bool, mesh: str = "tensor"
 ) -> list[Tensor]:
     axis, data = over_mesh(axis, mesh)
     model = parts_of(start, axis)
-    optimizer = optim.REKLS(groups_of(list(model.parameters())), lr=0.5, variant=variant, group=axis, data_group=data)
+    optimizer = make(groups_of(list(model.parameters())), rule, lr=0.5, group=axis, data_group=data)
     content = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(content, checkpoint_id=folder, no_dist=alone)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=content["optimizer"])
@@ -254,25 +257,28 @@ def go_on_with_parts(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mesh", ["tensor", "data x tensor"])
-@pytest.mark.parametrize("variant", RULES)
+@pytest.mark.parametrize(
+    "rule",
+    [rule if rule in ("exact", "stable, rare") else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES],
+)
 def test_a_checkpoint_of_four_goes_on_at_any_size(
-    four: ProcessWorld, two: ProcessWorld, tmp_path: Path, variant: str, mesh: str
+    four: ProcessWorld, two: ProcessWorld, tmp_path: Path, rule: str, mesh: str
 ) -> None:
-    wanted, middle = train_alone(10, variant=variant), train_alone(5, variant=variant)
-    four.run(save_parts, str(tmp_path), variant, mesh)
+    wanted, middle = train_alone(10, rule=rule), train_alone(5, rule=rule)
+    four.run(save_parts, str(tmp_path), rule, mesh)
     for world in (four, two):
-        assert_same(wanted, world.run(go_on_with_parts, str(tmp_path), variant, middle, False), True)
+        assert_same(wanted, world.run(go_on_with_parts, str(tmp_path), rule, middle, False), True)
     other = "tensor" if mesh != "tensor" else "data x tensor"
-    rows = four.run(go_on_with_parts, str(tmp_path), variant, middle, False, other)
+    rows = four.run(go_on_with_parts, str(tmp_path), rule, middle, False, other)
     for row in [rows] if other == "tensor" else [rows[:2], rows[2:]]:
         assert_same(wanted, row, True)
-    alone = go_on_with_parts(weft.Axis.of(None), str(tmp_path), variant, middle, True)
+    alone = go_on_with_parts(weft.Axis.of(None), str(tmp_path), rule, middle, True)
     assert_same(wanted, [alone], True)
 
 
 def save_layers(axis: weft.Axis, kind: str, folder: str) -> None:
     model = cut_layers(kind)
-    optimizer = optim.REKLS(model.parameters(), lr=0.01)
+    optimizer = make(model.parameters(), lr=0.01)
     for step in range(5):
         gradients_of(model, step)
         optimizer.step()
@@ -284,7 +290,7 @@ def go_on_with_layers(axis: weft.Axis, kind: str, folder: str) -> list[Tensor]:
     model = Layers() if kind == "alone" else cut_layers(kind)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    optimizer = optim.REKLS(model.parameters(), lr=0.5)
+    optimizer = make(model.parameters(), lr=0.5)
     content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(content, checkpoint_id=folder, no_dist=kind == "alone")
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
@@ -300,7 +306,7 @@ def test_a_checkpoint_of_dtensors_goes_on_at_any_size(
     four: ProcessWorld, two: ProcessWorld, tmp_path: Path, saved: str, resumed: str
 ) -> None:
     model = Layers()
-    optimizer = optim.REKLS(model.parameters(), lr=0.01)
+    optimizer = make(model.parameters(), lr=0.01)
     for step in range(10):
         gradients_of(model, step)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""What goes wrong in a step of `REKLS`: found before anything is changed, the same on every rank."""
+"""What goes wrong in a step of a matrix optimizer: found before anything is changed, the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import math
 
 import pytest
 import torch
-from sharded_run import KINDS, gradients, groups_of, part_of, parts_of_rank
+from sharded_run import KINDS, OF_REKLS, RULES, gradients, groups_of, make, part_of, parts_of_rank
 from torch import Tensor
 from worlds import place, virtual_world
 
 import weft
-from weft import optim
 from weft.optim.matrix import engine, rule
-from weft.optim.matrix.plan import RULES
 
 pytestmark = pytest.mark.usefixtures("every_network")
 
@@ -25,13 +23,25 @@ def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "BUCKET_BYTES", 64)
 
 
+@pytest.fixture(
+    autouse=True,
+    params=[rule if rule in ("exact", "Muon") else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES],
+)
+def label(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the optimizer of every rule in turn is called; `Run` has it."""
+    monkeypatch.setattr(Run, "rule", request.param)
+    return type(make([torch.nn.Parameter(torch.ones(1))], request.param)).__name__
+
+
 class Run:
     """This rank's parts and their optimizer, after two good steps; then what they were is kept."""
+
+    rule = ""
 
     def __init__(self, axis: weft.Axis, **options) -> None:
         self.axis = axis
         self.parameters = parts_of_rank(axis, True)
-        self.optimizer = optim.REKLS(groups_of(self.parameters), lr=0.01, group=axis, **options)
+        self.optimizer = make(groups_of(self.parameters), self.rule, group=axis, **options)
         for step in range(2):
             self.give(step)
             self.optimizer.step()
@@ -80,7 +90,7 @@ def outcomes(program, size: int = 3) -> list[tuple[str, bool, Tensor]]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("index", [0, 2, 4, 6])
-def test_a_gradient_that_is_not_finite(index: int, value: float) -> None:
+def test_a_gradient_that_is_not_finite(index: int, value: float, label: str) -> None:
     def program(made: Run) -> None:
         bad = torch.full_like(made.parameters[index], value)
         made.give(2, {index: bad} if made.axis.rank == 1 else None)
@@ -89,7 +99,7 @@ def test_a_gradient_that_is_not_finite(index: int, value: float) -> None:
     good = undisturbed(3)
     for rank, (words, kept, after) in enumerate(outcomes(program)):
         assert words == (
-            f"RuntimeError: REKLS: the gradient of parameter 0 of group {index} is not finite on rank 1 of 3; "
+            f"RuntimeError: {label}: the gradient of parameter 0 of group {index} is not finite on rank 1 of 3; "
             f"weights and state are as before"
         )
         assert kept and torch.equal(after, good[rank])
@@ -110,15 +120,23 @@ def test_a_step_that_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
-def test_a_gradient_that_is_missing_on_some_ranks(index: int) -> None:
+def test_a_gradient_that_is_missing_on_some_ranks(index: int, label: str) -> None:
     def program(made: Run) -> None:
         made.give(2, {index: None} if made.axis.rank in (0, 2) else None)
         made.optimizer.step()
 
     good = undisturbed(3)
     for rank, (words, kept, after) in enumerate(outcomes(program)):
-        assert f"ValueError: REKLS: parameter 0 of group {index} has no gradient on ranks 0, 2 of 3, but on" in words
+        assert f"ValueError: {label}: parameter 0 of group {index} has no gradient on ranks 0, 2 of 3, but on" in words
         assert kept and torch.equal(after, good[rank])
+
+
+def _has_moved(weight: Tensor) -> bool:
+    """From ones, and a gradient that is the same everywhere: which way its null space goes is chance for some rules.
+
+    SOAP's first step makes no update: then by weight decay alone.
+    """
+    return bool(torch.isfinite(weight).all()) and not torch.equal(weight, torch.ones_like(weight))
 
 
 def test_a_fault_of_one_rank_reaches_all_of_a_mesh() -> None:
@@ -127,8 +145,8 @@ def test_a_fault_of_one_rank_reaches_all_of_a_mesh() -> None:
     def program(axis: weft.Axis) -> tuple[str, Tensor]:
         row, column = divmod(axis.rank, 2)
         weight = place(torch.nn.Parameter(torch.ones(2, 3)))
-        optimizer = optim.REKLS(
-            [{"params": [weight], "partition_dim": 0}], lr=0.1, variant="stable",
+        optimizer = make(
+            [{"params": [weight], "partition_dim": 0}], Run.rule, lr=0.1,
             group=axis.subset([2 * row, 2 * row + 1]), data_group=axis.subset([column, 2 + column]),
         )  # fmt: skip
         weight.grad = None if axis.rank == 3 else torch.ones_like(weight)
@@ -139,7 +157,7 @@ def test_a_fault_of_one_rank_reaches_all_of_a_mesh() -> None:
         return str(caught.value), weight.detach()
 
     results = virtual_world(4).run(program).results
-    assert len({words for words, _ in results}) == 1 and all((weight < 1).all() for _, weight in results)
+    assert len({words for words, _ in results}) == 1 and all(_has_moved(weight) for _, weight in results)
 
 
 def test_a_gradient_that_is_missing_everywhere_is_passed_over() -> None:
@@ -154,17 +172,19 @@ def test_a_gradient_that_is_missing_everywhere_is_passed_over() -> None:
         assert steps == [2 if index in (0, 2, 3) else 3 for index in range(len(KINDS))]
 
 
-def test_replicated_gradients_that_were_not_averaged() -> None:
+def test_replicated_gradients_that_were_not_averaged(label: str) -> None:
     def program(made: Run) -> None:
         made.give(2, {2: torch.randn(8, 8, generator=torch.Generator().manual_seed(made.axis.rank))})
         made.optimizer.step()
 
     for words, kept, _ in outcomes(program):
-        assert "ValueError: REKLS: the gradients of replicated parameters differ between the 3 ranks of group" in words
+        assert (
+            f"ValueError: {label}: the gradients of replicated parameters differ between the 3 ranks of group" in words
+        )
         assert "average them first" in words and kept
 
 
-def test_ranks_whose_learning_rates_differ() -> None:
+def test_ranks_whose_learning_rates_differ(label: str) -> None:
     def program(made: Run) -> None:
         made.give(2)
         rate, group = made.optimizer.param_groups[0]["lr"], made.optimizer.param_groups[0]
@@ -175,7 +195,7 @@ def test_ranks_whose_learning_rates_differ() -> None:
             group["lr"] = rate
 
     for words, kept, _ in outcomes(program):
-        assert "DisagreementError: REKLS.step: the ranks disagree" in words and "lr=0.02" in words and kept
+        assert f"DisagreementError: {label}.step: the ranks disagree" in words and "lr=0.02" in words and kept
 
 
 def test_a_wrong_learning_rate_on_one_rank() -> None:
@@ -192,6 +212,7 @@ def test_a_wrong_learning_rate_on_one_rank() -> None:
         assert "lr, eps and weight_decay must be finite and not negative, got -1.0" in words and kept
 
 
+@pytest.mark.parametrize("label", OF_REKLS, indirect=True)
 @pytest.mark.parametrize("broken", ["in fp32", "always"])
 def test_a_decomposition_that_fails(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32 only: done again in fp64. Always: nothing is changed anywhere, though one owner alone has noticed."""
@@ -264,28 +285,29 @@ def test_gradients_that_unscaling_makes_infinite() -> None:
 def test_a_sum_that_overflows_has_a_mean() -> None:
     def program(axis: weft.Axis) -> Tensor:
         weight = place(torch.nn.Parameter(torch.ones(2, 3)))
-        optimizer = optim.REKLS([weight], lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
+        optimizer = make([weight], Run.rule, lr=0.1, group=axis.subset([axis.rank]), data_group=axis)
         weight.grad = torch.full_like(weight, 3e38)
         optimizer.step()
         return weight.detach()
 
     for weight in virtual_world(2).run(program).results:
-        assert torch.isfinite(weight).all() and (weight < 1).all()
+        assert _has_moved(weight)
 
 
-@pytest.mark.parametrize("variant", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [1e-40, 1e-25, 1e20, 3e38])
-def test_gradients_of_any_size_leave_finite_weights(variant: str, dtype: torch.dtype, size: float) -> None:
+def test_gradients_of_any_size_leave_finite_weights(dtype: torch.dtype, size: float) -> None:
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((6, 9), (5,), (3, 1))]
-    optimizer = optim.REKLS(parameters, lr=0.01, variant=variant)
+    optimizer = make(parameters, Run.rule)
     for step in range(6):
         for parameter in parameters:
             parameter.grad = (torch.rand(parameter.shape) - 0.5).to(dtype) * (size if step % 3 else 1.0)
         optimizer.step()
     for parameter in parameters:
         assert torch.isfinite(parameter).all()
-        assert variant == "exact" or parameter.abs().max() < 10  # the published one leaps: it keeps V as bases turn
+        assert (
+            Run.rule.startswith("exact") or parameter.abs().max() < 10
+        )  # the published one leaps: it keeps V as bases turn
         for value in optimizer.state[parameter].values():
             assert torch.isfinite(value).all()
