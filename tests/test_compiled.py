@@ -181,18 +181,18 @@ def test_two_forwards_before_their_backwards() -> None:
 
 def test_nothing_is_held_after_the_backward_or_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     made: weakref.WeakSet[Kept] = weakref.WeakSet()
-    settle = Kept.settle
+    trim = Kept.trim
 
     def watched(kept: Kept, *rest: Any) -> None:
         made.add(kept)
-        settle(kept, *rest)
+        trim(kept, *rest)
 
     def held() -> int:
         """How many forwards hold something for their backward."""
         gc.collect(1)
         return sum(kept._ctx is not None for kept in made)
 
-    monkeypatch.setattr(Kept, "settle", watched)
+    monkeypatch.setattr(Kept, "trim", watched)
     model = Model()
     compiled = whole(model)
     loss = compiled(random(9, 0)).square().mean()
@@ -209,7 +209,7 @@ def test_nothing_is_held_after_the_backward_or_the_last_use(monkeypatch: pytest.
 
 
 def test_heads_may_lie_before_tokens_in_memory() -> None:
-    """As transformers has them. The compiler was told how outputs and gradients lie."""
+    """As transformers has them. The compiler expects outputs and gradients to lie so."""
 
     def model(x: Tensor) -> Tensor:
         q = (x.transpose(1, 2).contiguous() * 2).transpose(1, 2)

@@ -42,7 +42,7 @@ def try_one(subject: Subject, argument: str, value: str, later: bool) -> tuple[l
         outcome = outcome_of(call, {argument: VALUES[value]()} if axis.rank == ODD else {})
         if not outcome[0] and subject.talks:
             return outcome, None
-        if later and not subject.tells and axis.rank == ODD:
+        if later and not subject.gathers and axis.rank == ODD:
             return outcome, None  # it does not go on: the others wait for it in this call, and find its reason
         return outcome, call()
 

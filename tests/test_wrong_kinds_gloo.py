@@ -60,7 +60,7 @@ def try_all(axis: weft.Axis, later: bool) -> list[tuple[Outcome, float, bool]]:
         start = time.monotonic()
         outcome = outcome_of(call, {argument: odd} if axis.rank == ODD else {})
         took = time.monotonic() - start
-        closed = later and (not subject.tells or name == "REKLS")  # who does not tell is found, and the group closed
+        closed = later and (not subject.gathers or name == "REKLS")  # found, and the group closed
         found.append((outcome, took, closed or alike(call(), call()) or name.endswith((".step", "ShardedAdamW"))))
     return found
 
@@ -120,7 +120,7 @@ def test_a_fault_where_nothing_is_sent_is_heard_of_later(pool: ProcessWorld) -> 
 
 
 def pass_other_numbers_of_sets(axis: weft.Axis) -> Outcome:
-    """After a first call: one rank has two sets of ids, so it tells more integers than the others expect."""
+    """After a first call: one rank has two sets of ids, so it gathers more integers than the others expect."""
     group = dist.new_group(range(3), timeout=timedelta(seconds=40))
     if axis.rank >= 3:
         return "", ""
@@ -130,7 +130,7 @@ def pass_other_numbers_of_sets(axis: weft.Axis) -> Outcome:
     return outcome_of(lambda **_: weft.RowExchange(sets, 6, group=group).wait_ids(), {})
 
 
-def test_ranks_that_tell_other_numbers_of_integers_are_told_apart(pool: ProcessWorld) -> None:
+def test_ranks_that_gather_other_numbers_of_integers_are_named(pool: ProcessWorld) -> None:
     results = pool.run(pass_other_numbers_of_sets)[:3]
     assert len(set(results)) == 1 and results[0][0] == "DisagreementError", results
     assert "rank 1 called rows(num_embeddings=(6, 6))" in results[0][1]

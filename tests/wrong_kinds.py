@@ -142,14 +142,14 @@ Call = Callable[..., Any]
 class Subject:
     """An operation: ``start(axis)`` gives a function that calls it with right arguments, or some of them changed.
 
-    ``signature``: whose arguments are tried. ``talks``: whether other ranks take part, and so are told. ``tells``:
-    whether they are told in the call itself, also after the first; if not, they find out when they wait.
+    ``signature``: whose arguments are tried. ``talks``: whether other ranks take part, and so hear of a fault.
+    ``gathers``: whether in a gather of the call itself, also after the first; if not, they find out when they wait.
     """
 
     start: Callable[[weft.Axis], Call]
     signature: Callable[..., Any]
     talks: bool = True
-    tells: bool = True
+    gathers: bool = True
     leave_out: tuple[str, ...] = ("self", "group")
 
     def arguments(self) -> list[str]:
@@ -441,23 +441,23 @@ OF_THE_OPTIMIZER = (
 
 SUBJECTS = {
     "attention": Subject(_attention, weft.attention),
-    "attention with a sequence": Subject(lambda axis: _attention(axis, True), weft.attention, tells=False),
+    "attention with a sequence": Subject(lambda axis: _attention(axis, True), weft.attention, gathers=False),
     "attention with a mask": Subject(_attention_with_a_mask, weft.attention),
     "linear_attention": Subject(_linear_attention, weft.linear_attention),
     "linear_attention with a sequence": Subject(
-        lambda axis: _linear_attention(axis, True), weft.linear_attention, tells=False
+        lambda axis: _linear_attention(axis, True), weft.linear_attention, gathers=False
     ),
     "delta_rule": Subject(_delta_rule, weft.delta_rule),
-    "delta_rule with a sequence": Subject(lambda axis: _delta_rule(axis, True), weft.delta_rule, tells=False),
+    "delta_rule with a sequence": Subject(lambda axis: _delta_rule(axis, True), weft.delta_rule, gathers=False),
     "mamba2": Subject(_mamba2, weft.mamba2),
-    "mamba2 with a sequence": Subject(lambda axis: _mamba2(axis, True), weft.mamba2, tells=False),
+    "mamba2 with a sequence": Subject(lambda axis: _mamba2(axis, True), weft.mamba2, gathers=False),
     "selective_scan": Subject(_selective_scan, weft.selective_scan),
     "selective_scan with a sequence": Subject(
-        lambda axis: _selective_scan(axis, True), weft.selective_scan, tells=False
+        lambda axis: _selective_scan(axis, True), weft.selective_scan, gathers=False
     ),
     "short_conv": Subject(_short_conv, weft.short_conv),
-    "short_conv with a sequence": Subject(lambda axis: _short_conv(axis, True), weft.short_conv, tells=False),
-    "exclusive_scan": Subject(_exclusive_scan, weft.exclusive_scan, tells=False),
+    "short_conv with a sequence": Subject(lambda axis: _short_conv(axis, True), weft.short_conv, gathers=False),
+    "exclusive_scan": Subject(_exclusive_scan, weft.exclusive_scan, gathers=False),
     "shard": Subject(_shard, weft.shard, talks=False),
     "shard in balance": Subject(_shard_in_balance, weft.shard, talks=False),
     "unshard": Subject(_unshard, weft.unshard),
@@ -476,8 +476,8 @@ SUBJECTS = {
         _bigram_over_a_context, weft.BigramHashEmbedding.forward, leave_out=("self", "context_group")
     ),
     "RowExchange": Subject(_rows, weft.RowExchange),
-    "RowExchange.pull": Subject(_pull, weft.RowExchange.pull, tells=False),
-    "RowExchange.push": Subject(_push, weft.RowExchange.push, tells=False),
+    "RowExchange.pull": Subject(_pull, weft.RowExchange.pull, gathers=False),
+    "RowExchange.push": Subject(_push, weft.RowExchange.push, gathers=False),
     "ShardedAdamW": Subject(_make(optim.ShardedAdamW), optim.ShardedAdamW),
     "ShardedAdamW.step": Subject(
         _step(lambda axis, m: optim.ShardedAdamW(m.parameters(), group=axis)), optim.ShardedAdamW,
@@ -500,7 +500,7 @@ SUBJECTS = {
         _step(lambda axis, m: optim.OverlappedStep(_parts(axis, m))), optim.REKLS, leave_out=OF_THE_OPTIMIZER
     ),
     # Other parameters on one rank may be right ones without a table, for which nobody waits.
-    "clip_grad_norm_": Subject(_clip, weft.clip_grad_norm_, tells=False, leave_out=("parameters",)),
+    "clip_grad_norm_": Subject(_clip, weft.clip_grad_norm_, gathers=False, leave_out=("parameters",)),
     "mean_loss": Subject(_mean_loss, weft.mean_loss),
     "broadcast_parameters": Subject(_broadcast, weft.broadcast_parameters),
     "head_strides": Subject(_head_strides, weft.head_strides, talks=False),

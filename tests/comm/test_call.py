@@ -89,7 +89,7 @@ def test_integers_reach_everybody(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, FAN_OUT + 2])
-def test_options_that_differ_are_told_in_the_round(size: int) -> None:
+def test_options_that_differ_are_found_in_the_round(size: int) -> None:
     def program(axis: weft.Axis) -> list[str]:
         words = []
         for step in range(4):
@@ -129,7 +129,7 @@ def test_a_fault_of_two_ranks(kind: type[Exception], gathers: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, FAN_OUT + 4])
-def test_what_each_rank_alone_is_told(size: int) -> None:
+def test_metadata_for_each_rank_alone(size: int) -> None:
     def program(axis: weft.Axis) -> list[tuple[int, ...]]:
         each = [(100 * axis.rank + other, -other) for other in range(size)]
         return axis.begin("gather", Options((1,)), metadata=(axis.rank,), metadata_each=each).metadata.wait()

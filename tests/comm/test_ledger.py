@@ -53,8 +53,8 @@ def test_what_is_exposed_is_what_the_main_line_waits_for() -> None:
     """Messages take a second. A rank that works half of it stands for the other half, whoever waits for the message."""
 
     def program(axis: weft.Axis) -> tuple[list[tuple[str, float]], ...]:
-        def told(work: float, in_lane: bool, early: bool) -> list[tuple[str, float]]:
-            call = axis.begin("trade")
+        def stood(work: float, in_lane: bool, early: bool) -> list[tuple[str, float]]:
+            call = axis.begin("reshard")
             mine, theirs = torch.ones(1), [(1 - axis.rank, torch.empty(1))]
             with weft.record() as ledger:
                 send = lambda one: one.exchange([(1 - axis.rank, mine)], theirs)  # noqa: E731
@@ -69,7 +69,7 @@ def test_what_is_exposed_is_what_the_main_line_waits_for() -> None:
                 pending.wait()
             return [(operation, round(end - start, 6)) for operation, start, end in ledger.exposed if end > start]
 
-        return told(0.5, False, False), told(0.5, True, False), told(0.5, True, True), told(2.0, True, True)
+        return stood(0.5, False, False), stood(0.5, True, False), stood(0.5, True, True), stood(2.0, True, True)
 
     for found in weft.world.VirtualWorld(2, weft.world.Machine(latency=1.0, bandwidth=1e12)).run(program).results:
-        assert found == ([("trade", 0.5)], [("trade", 0.5)], [("trade", 0.5)], [])
+        assert found == ([("reshard", 0.5)], [("reshard", 0.5)], [("reshard", 0.5)], [])

@@ -97,6 +97,22 @@ def test_a_receive_is_not_waited_for_before_its_exchange() -> None:
 
 
 @on_simulated_device
+def test_who_waits_for_a_receive_alone_comes_after_it() -> None:
+    """As a schedule does, whose sends of the same exchange may still be under way."""
+
+    def program(axis: Axis) -> list[float]:
+        call, received = axis.begin("a test"), torch.empty(8, device="sim")
+        expected = call.expect([(1 - axis.rank, received)])
+        pending = call.exchange([(1 - axis.rank, here(axis))], expected)
+        expected.wait()
+        doubled = received * 2
+        pending.wait()
+        return doubled.cpu().tolist()
+
+    assert world(2).run(program).results == [[2.0] * 8, [0.0] * 8]
+
+
+@on_simulated_device
 def test_two_ranks_of_three_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only because the communicator is made before: else the first exchange needs all ranks."""
 

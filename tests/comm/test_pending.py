@@ -60,8 +60,8 @@ def test_so_do_lanes_of_virtual_ranks() -> None:
     assert all(weft.world.VirtualWorld(2).run(program).results)
 
 
-@pytest.mark.usefixtures("network")
-def test_so_does_what_the_ranks_told() -> None:
+@pytest.mark.usefixtures("every_network")
+def test_so_does_a_gather_of_metadata() -> None:
     def program(axis: weft.Axis) -> list[str]:
         axis.begin("gathering", metadata=(0,)).metadata.wait()
         gathered = None

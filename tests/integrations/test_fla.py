@@ -161,7 +161,7 @@ def compare(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -173,7 +173,7 @@ def test_as_the_naive_operations(variant: str, packed: bool, size: int) -> None:
     compare(name, options, inputs, lambda x, bounds: naive(name, options, x, bounds), size, layout, packed)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("activation", "shape"), [(None, (6,)), ("silu", (6,)), ("swish", (2, 3))])

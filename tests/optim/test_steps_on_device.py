@@ -396,6 +396,33 @@ def test_a_state_that_was_saved_goes_on_to_the_bit(kind: str, size: int) -> None
     assert all(same(*pair) for pair in zip(one, other, strict=True))
 
 
+RATES: dict[str, Callable[[list[nn.Parameter], weft.Axis, Tensor], Any]] = {
+    "ShardedAdamW": lambda p, axis, lr: optim.ShardedAdamW(p, lr=lr, group=axis),
+    "REKLS": lambda p, axis, lr: optim.REKLS(p, lr=lr, group=axis.subset([axis.rank]), data_group=axis),
+}
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_a_rate_is_a_tensor_of_the_host(kind: str) -> None:
+    """Such a one costs no wait; one on the device would be read at every use, and is refused on every rank."""
+    rates = 0.02, torch.tensor(0.02)
+    wanted, found = (train(lambda p, axis, lr=lr: RATES[kind](p, axis, lr), 2, "sim") for lr in rates)  # type: ignore[misc]
+    assert all(same(one[0], other[0]) and one[2] == other[2] for one, other in zip(wanted, found, strict=True))
+
+    def program(axis: weft.Axis) -> str:
+        parameters = parameters_on("sim")
+        optimizer = RATES[kind](parameters, axis, torch.tensor(0.02))
+        backward(parameters, 0, axis.rank)
+        if axis.rank == 1:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.02, device="sim")
+        with pytest.raises(ValueError, match="lr must be a number") as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    words = "lr must be a number or a tensor on the CPU, got one on sim:0, which the host would wait for (rank 1)"
+    assert world(2, "sim").run(program).results == [f"{kind}: {words}"] * 2
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_broadcasting_does_not_make_the_host_wait(simulated: Any, size: int) -> None:
     def program(axis: weft.Axis) -> list[Tensor]:

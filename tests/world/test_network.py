@@ -94,7 +94,7 @@ def test_inside_linear_attention_the_word_is_hidden_under_the_local_work(method:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_lengths_are_told_under_the_first_local_work(packed: bool, layout: str) -> None:
+def test_lengths_are_gathered_under_the_first_local_work(packed: bool, layout: str) -> None:
     """A layer that asks for lengths takes no longer than one that was given a sequence."""
 
     def program(axis: weft.Axis, attend, given: bool) -> float:

@@ -142,13 +142,17 @@ def find_number_fault(
 ) -> Exception | None:
     """What is wrong with an argument that must be a number: ``allow`` a "finite", an "infinite" one too, or "any".
 
-    ``tensor``: a tensor of one element is a number, too.
+    ``tensor``: a tensor of one element on the host is a number, too. The host would have to wait for one on a device,
+    whenever the number is needed.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if tensor and isinstance(value, Tensor):
         is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     if not is_number:
         return TypeError(f"{operation}: {name} must be a number, got {_with_kind(value)}{at(rank)}")
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        words = f"must be a number or a tensor on the CPU, got one on {value.device}, which the host would wait for"
+        return ValueError(f"{operation}: {name} {words}{at(rank)}")
     number, _ = float(value), str(value)  # type: ignore[arg-type]  # it is shown to the other ranks
     if allow != "any" and (math.isnan(number) or (allow == "finite" and math.isinf(number))):
         return ValueError(f"{operation}: {name} must be a {allow} number, got {number}{at(rank)}")

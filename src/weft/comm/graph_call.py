@@ -86,7 +86,7 @@ class Kept(Opaque):
             self._results = function.forward(self._ctx, *args)
         return self._results
 
-    def settle(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    def trim(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Let go of what the compiler has. ``given``: what it will hand to the backward."""
         if self._ctx is None or not any(self._ctx.needs_input_grad):
             self.release()
@@ -128,7 +128,7 @@ def _apart(x: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def _own(found: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors as an operator must return them: each in memory of its own, as the compiler was told."""
+    """Tensors as an operator must return them: each in memory of its own, as the compiler expects."""
     made: list[Tensor] = []
     for x in found:
         made.append(_apart(x.contiguous(), [*others, *made]))
@@ -153,8 +153,8 @@ def _call(
     with torch.set_grad_enabled(any(needs)), applied_by(kept.apply):
         found = eval(_code_of(operation, arguments), {"__builtins__": {}}, names)
     outs = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
-    assert [size for x in outs for size in x.shape] == sizes, f"{operation}: the compiler was told other shapes"
-    kept.settle(leaves, outs, [*leaves, *outs] if known.keeps_outputs else leaves)
+    assert [size for x in outs for size in x.shape] == sizes, f"{operation}: the compiler expects other shapes"
+    kept.trim(leaves, outs, [*leaves, *outs] if known.keeps_outputs else leaves)
     return _own(outs, tensors), kept
 
 

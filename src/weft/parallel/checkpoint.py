@@ -93,7 +93,7 @@ def start_saving(
     ``group``: a process group with a CPU side that nobody else uses meanwhile; None in a world of one.
     """
     copies = {name: value.detach().clone() for name, value in tensors.items()}
-    _calm()
+    _silence_warning()
     writer = _Writer(folder, facts, written)
     found = dcp.async_save(copies, storage_writer=writer, process_group=group, no_dist=group is None)
     assert isinstance(found, Future)
@@ -160,7 +160,7 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], group: Any) -> None:
 
     What goes wrong on any rank is raised on all.
     """
-    _calm()
+    _silence_warning()
     try:
         dcp.load(tensors, storage_reader=_Reader(folder), process_group=group, no_dist=group is None)
     except CheckpointException as error:  # not an Exception
@@ -205,6 +205,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _calm() -> None:
+def _silence_warning() -> None:
     """torch warns, in a thread, that there is one process only, which is so on purpose."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

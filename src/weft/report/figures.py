@@ -60,7 +60,7 @@ def curve_of(steps: list[Step], key: str) -> list[Point]:
     return [(step.number, getattr(step, key)) for step in steps]
 
 
-def there(points: list[Point]) -> list[Point]:
+def finite(points: list[Point]) -> list[Point]:
     """The points whose value is finite."""
     return [point for point in points if math.isfinite(point[1])]
 
@@ -69,7 +69,7 @@ def differences(run: list[Step], beside: list[Step]) -> list[Point]:
     """Relative difference of the losses at steps that both runs have, where both are finite."""
     others = {step.number: step.loss for step in beside}
     pairs = [(step.number, step.loss, others[step.number]) for step in run if step.number in others]
-    return there([
+    return finite([
         (number, 0.0 if mine == other else abs(mine - other) / abs(other) if other else math.nan)
         for number, mine, other in pairs
     ])  # fmt: skip
@@ -107,12 +107,12 @@ def loss_figure(run: Run, beside: Run | None) -> str:
         other_name += ", beside"
     mine = Curve(name, "run under" if other else "run", curve_of(run.steps, "loss"))
     theirs = Curve(other_name, "beside", curve_of(other, "loss"))
-    valid = Curve(f"{name}, validation", "run", there(curve_of(run.steps, "valid_loss")), mark="dot")
-    their_valid = Curve(f"{other_name}, validation", "beside", there(curve_of(other, "valid_loss")), mark="ring")
+    valid = Curve(f"{name}, validation", "run", finite(curve_of(run.steps, "valid_loss")), mark="dot")
+    their_valid = Curve(f"{other_name}, validation", "beside", finite(curve_of(other, "valid_loss")), mark="ring")
     steps = step_range(run.steps, other)
     curves = [curve for curve in (mine, theirs, their_valid, valid) if curve.points]
     series = [(curve.name, curve.points) for curve in (mine, valid, theirs, their_valid) if curve.points]
-    values = [y for curve in curves for _, y in there(curve.points)]
+    values = [y for curve in curves for _, y in finite(curve.points)]
     steep = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
     title = "Training loss, log scale" if steep else "Training loss"
     letters = max(len("difference"), len(name), len(other_name))

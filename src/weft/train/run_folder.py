@@ -186,7 +186,7 @@ def remove_partial(run: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def leave_behind(run: Path, step: int) -> None:
+def move_later_aside(run: Path, step: int) -> None:
     """Before training goes on after ``step``: move later checkpoints aside, with the metrics of their steps."""
     later = [folder for folder in list_checkpoints(run) if (step_of(folder) or 0) > step]
     if not later:

@@ -23,7 +23,7 @@ from weft.train.config import TrainConfig
 from weft.train.corpus import Corpus, open_corpus
 from weft.train.metrics import StepResult, gather_floats, gather_step, spans_of
 from weft.train.model import LanguageModel, Place, make_step, rate_at, set_rates
-from weft.train.run_folder import leave_behind, run_of, write_whole
+from weft.train.run_folder import move_later_aside, run_of, write_whole
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Trainer:
         goes_back = self.done < config.steps and run_of(before.folder).resolve() == config.out.resolve()
         if goes_back and self.mesh.world.rank == 0:
             try:
-                leave_behind(config.out, self.done)
+                move_later_aside(config.out, self.done)
             except OSError as error:
                 fault = ValueError(
                     f"train: what came after step {self.done} in {config.out} cannot be moved aside: {error.strerror}"

@@ -1,8 +1,8 @@
 """Threads that run one at a time, in the order of their virtual clocks.
 
-Each rank (and each lane of it) is a task with a clock and a thread of its own. Exactly one holds the baton;
-it hands it on when it has to wait, always to the ready task whose clock is behind all others. So runs
-repeat exactly, link times are given out in time order, and "nobody is ready" is a deadlock, found at once.
+Each rank (and each lane of it) is a task with a clock and a thread of its own. Exactly one runs; when it has to wait,
+the next is always the ready task whose clock is behind all others. So runs repeat exactly, link times are given out in
+time order, and "nobody is ready" is a deadlock, found at once.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class Abandoned(BaseException):
 class Task:
     """One thread of a virtual rank."""
 
-    __slots__ = ("rank", "clock", "baton", "body", "started", "waits_for", "watchers", "over")
+    __slots__ = ("rank", "clock", "turn", "body", "started", "waits_for", "watchers", "over")
 
     def __init__(self, rank: int, clock: float, body: Callable[[], None]) -> None:
         self.rank, self.clock, self.body = rank, clock, body
-        self.baton = threading.Lock()
-        self.baton.acquire()
+        self.turn = threading.Lock()
+        self.turn.acquire()
         self.started = self.over = False
         self.waits_for: Callable[[], str] | None = None
         self.watchers: list[Task] = []  # tasks that wait for the end of this one
 
 
 class Scheduler:
-    """Hands the baton from task to task until all have ended."""
+    """Runs one task at a time until all have ended."""
 
     def __init__(self, size: int, explain_deadlock: Callable[[list[Task]], Exception]) -> None:
         self.failure: BaseException | None = None
@@ -59,7 +59,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Run until every task has ended; raise what made one fail, with its rank."""
-        self._hand_on()
+        self._run_next()
         try:
             self._finished.acquire()
         except KeyboardInterrupt as error:
@@ -75,14 +75,14 @@ class Scheduler:
         task = self.current
         if self._ready and self._ready[0][0] < task.clock:
             self.at(task.clock, task)
-            self._pass_baton(task)
+            self._wait_for_turn(task)
 
     def block(self, waits_for: Callable[[], str]) -> None:
         """Stop the current task until `wake`. ``waits_for`` says what for, in a deadlock's message."""
         task = self.current
         task.waits_for = waits_for
         self._blocked[id(task)] = task
-        self._pass_baton(task)
+        self._wait_for_turn(task)
 
     def wake(self, task: Task) -> None:
         """Make a blocked task ready again; it runs when its turn comes."""
@@ -102,21 +102,21 @@ class Scheduler:
         self._serial += 1
         heapq.heappush(self._ready, (clock, self._serial, what))
 
-    def _pass_baton(self, task: Task) -> None:
-        self._hand_on()
-        task.baton.acquire()
+    def _wait_for_turn(self, task: Task) -> None:
+        self._run_next()
+        task.turn.acquire()
         if self.failure is not None:
             raise Abandoned
 
-    def _hand_on(self) -> None:
+    def _run_next(self) -> None:
         task = self._next_task()
         if task is None:
             self._finished.release()
         elif task.started:
-            task.baton.release()
+            task.turn.release()
         else:
             task.started = True
-            thread = threading.Thread(target=self._live, args=(task,), name=f"rank {task.rank}", daemon=True)
+            thread = threading.Thread(target=self._run_task, args=(task,), name=f"rank {task.rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -135,7 +135,7 @@ class Scheduler:
             if self.failure is None:
                 what()
 
-    def _live(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
         self._local.task = task
         try:
             if self.failure is None:
@@ -149,4 +149,4 @@ class Scheduler:
         for watcher in task.watchers:
             if id(watcher) in self._blocked:
                 self.wake(watcher)
-        self._hand_on()
+        self._run_next()

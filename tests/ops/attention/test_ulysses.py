@@ -136,7 +136,7 @@ def test_nothing_travels_but_heads_that_are_computed_elsewhere(
         assert backward == dim * (item * (elsewhere * deal[rank] + back) + gradients)
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("network")  # a device's flash operators round dv of each block themselves
 def test_gradients_of_a_head_on_several_ranks_are_summed_in_fp32() -> None:
     """dv in bf16, which depends on nothing that was rounded before: it is rounded once, and the same bits each time."""
     case, lengths = Case(48, 6, 1, 1, causal=True, dim=16), (16,) * 3

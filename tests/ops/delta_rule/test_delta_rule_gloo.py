@@ -79,7 +79,7 @@ def test_same_inputs_same_bits(pool: ProcessWorld) -> None:
     assert all(pool.run(repeat))
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 def test_as_flash_linear_attention(gate: str) -> None:

@@ -112,7 +112,7 @@ def test_all_groups_begin_before_one_is_waited_for(monkeypatch: pytest.MonkeyPat
             weft.delta_rule(q, q, q, torch.rand(1, 9, 4), group=axis)[0].sum().backward()
         return sum(event.operation == "delta_rule.metadata" for event in ledger.events)
 
-    assert virtual_world(2).run(program).results == [1, 1]  # lengths are told once, not for each group
+    assert virtual_world(2).run(program).results == [1, 1]  # lengths are gathered once, not for each group
     forward = [step for step in steps if step.startswith("Waiting")][:4]
     assert forward == ["WaitingForward.__init__"] * 2 + ["WaitingForward.finish"] * 2
     backward = [step for step in steps if step.startswith("Chunk")][:4]

@@ -78,7 +78,7 @@ def test_same_inputs_same_bits(pool: ProcessWorld) -> None:
     assert all(pool.run(repeat))
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.filterwarnings("ignore")
 def test_as_transformers() -> None:
     """Its PyTorch function, forward and backward, in one process and over three virtual ranks; B = 2."""

@@ -88,7 +88,7 @@ def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, settings:
         take_samples(partial(pool.run, sample_modes), repeats, advance, partial(_add_exposed, report), warm_ups=0)
         pool.run(prepare, (WEFT, PLAIN), make_config(FOUR, **settings, table_rows=rows), warm_steps)
         take_samples(partial(pool.run, sample), repeats, advance, partial(_add_plain, report), warm_ups=0)
-        pool.run(give_up)
+        pool.run(drop_trainers)
 
 
 def _take_two_ranks(worlds: dict[str, tuple[ProcessWorld, int]], turn: int) -> list[dict[str, Sample]]:
@@ -183,7 +183,7 @@ def make_config(shape: tuple[int, int, int], **settings: Any) -> TrainConfig:
 def prepare(axis: Axis, kinds: tuple[str, ...], config: TrainConfig, warm_steps: int) -> None:
     """Make the trainers, and step them for a while; those made before are given up."""
     gc.freeze()  # what is here already, modules above all, need not be looked through whenever a model is given up
-    give_up(axis)
+    drop_trainers(axis)
     assert config.dp is not None
     mesh = make_mesh((config.dp, config.cp, config.tp))
     for kind in kinds:
@@ -194,7 +194,7 @@ def prepare(axis: Axis, kinds: tuple[str, ...], config: TrainConfig, warm_steps:
             trainer.record_step()
 
 
-def give_up(axis: Axis) -> None:
+def drop_trainers(axis: Axis) -> None:
     """Forget the trainers of this rank."""
     for trainer in _made.values():
         trainer.close()

@@ -72,15 +72,15 @@ def share_of_router_loss(forward: Forward, gate_logits: tuple[Tensor, ...], expe
     """This rank's share, of the logits ``[B s, experts]`` of each layer. Padded tokens count nowhere."""
     device = gate_logits[0].device
     dtype = torch.promote_types(gate_logits[0].dtype, torch.float32)
-    counts, probabilities = torch.zeros(2, experts, dtype=dtype, device=device)
+    counts, sums = torch.zeros(2, experts, dtype=dtype, device=device)
     real = forward.real_tokens(device).flatten().to(dtype)
     for logits in gate_logits:
-        chances = logits.to(device).flatten(0, -2).softmax(-1)
-        chosen = chances.topk(top_k, -1).indices
+        probabilities = logits.to(device).flatten(0, -2).softmax(-1)
+        chosen = probabilities.topk(top_k, -1).indices
         counts = counts.scatter_add(0, chosen.flatten(), real.repeat_interleave(top_k))
-        probabilities = probabilities + (chances.to(dtype) * real[:, None]).sum(0)
+        sums = sums + (probabilities.to(dtype) * real[:, None]).sum(0)
     options = _Options(forward.model, len(gate_logits), experts, top_k, device.type)
     call = forward.sequences[0].axis.begin("ContextParallel.router_loss", options)
     everybodys = torch.stack(call.all_gather(counts).wait()).sum(0)
     rows = max(1, sum(forward.whole.ends) * len(gate_logits))
-    return experts * (everybodys / rows * (probabilities / rows)).sum()
+    return experts * (everybodys / rows * (sums / rows)).sum()

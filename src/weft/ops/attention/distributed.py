@@ -157,14 +157,14 @@ class Attention(RankFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         options, plan, method, count, number = ctx.how
-        tells = options.return_lse and method_of(method).moves_queries
-        told = (int(grad_lse is not None),) if tells else None
-        call = ctx.axis.begin("attention.backward", options, metadata=told, of=number)
+        asks = options.return_lse and method_of(method).moves_queries
+        metadata = (int(grad_lse is not None),) if asks else None
+        call = ctx.axis.begin("attention.backward", options, metadata=metadata, of=number)
         sinks, *saved = ctx.saved_tensors[: count + 1]
         shape = options.q[0], plan.lengths[call.rank], options.q[1]
         if grad is None:
             grad = saved[0].new_zeros(*shape, saved[2].shape[3])
-        if tells and any(has for (has,) in call.metadata.wait()) and grad_lse is None:
+        if asks and any(has for (has,) in call.metadata.wait()) and grad_lse is None:
             grad_lse = saved[4].new_zeros(shape)
         learned = sinks if ctx.needs_input_grad[-1] else None
         *grads, dsinks = method_of(method).backward(options, call, plan, tuple(saved), grad, grad_lse, learned)

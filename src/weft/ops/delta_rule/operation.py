@@ -147,9 +147,9 @@ class DeltaRule(RankFunction):
         start = None if initial is None else initial.detach().to(torch.promote_types(q.dtype, torch.float32))
         parts, passes = _parts_of(options, whole, start, waits), []
         for number, (part, inputs, start) in enumerate(parts):
-            # The first call tells lengths, faults and the options of all heads; for the others that is done.
-            told = None if number or sequence else (q.shape[1],)
-            call = axis.begin(options.operation, options, metadata=told)
+            # The first call gathers lengths, faults and the options of all heads; for the others that is done.
+            metadata = None if number or sequence else (q.shape[1],)
+            call = axis.begin(options.operation, options, metadata=metadata)
             passes.append(_start_forward(part, call, inputs, start, axis, sequence, backend, waits))
         for (_, _, start), done in zip(parts, finish_in_turn(passes), strict=True):
             outs.append(join_runs([one.finish(state) for one, state in zip(done.kernels, done.entering, strict=True)]))
