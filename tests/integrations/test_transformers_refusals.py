@@ -14,8 +14,10 @@ from worlds import virtual_world
 
 import weft
 from weft.integrations.transformers import ContextParallel
+from weft.integrations.transformers.attention import make_mask
 
 transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 RANKS = 3
 FIVE = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -279,6 +281,21 @@ class OtherMask(transformers.LlamaForCausalLM):
         )
 
 
+def asks_for(**asked: Any) -> type[Any]:
+    """As the models that ask for a mask in words of their own."""
+
+    class Asks(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **inputs: Any) -> Any:
+            make_mask(**asked)
+
+    return Asks
+
+
+PADDED = {"mask_function": masking_utils.causal_mask_function, "attention_mask": torch.tensor([[True, False]])}
+WINDOW_OF_5 = masking_utils.sliding_window_causal_mask_function(5)
+WINDOWS_OF_5_AND_4 = masking_utils.and_masks(masking_utils.sliding_window_overlay(4), WINDOW_OF_5)
+
+
 class SkipsLayers(transformers.LlamaForCausalLM):
     """As the models some of whose layers look at their tokens in another way."""
 
@@ -298,6 +315,11 @@ class SkipsLayers(transformers.LlamaForCausalLM):
         (OwnMask, "was given a mask of its own"),
         (OtherMask, "asks for a mask with or_masks"),
         (SkipsLayers, "only 1 of 2 layers"),
+        (asks_for(**PADDED), "hides some tokens as padding"),
+        (asks_for(mask_function=WINDOW_OF_5), "with windows or chunks of [5] tokens and says None"),
+        (asks_for(mask_function=WINDOW_OF_5, local_size=4), "with windows or chunks of [5] tokens and says 4"),
+        (asks_for(mask_function=WINDOWS_OF_5_AND_4, local_size=5), "chunks of [4, 5] tokens and says 5"),
+        (asks_for(mask_function=masking_utils.sliding_window_overlay(5), local_size=5), "shows later tokens"),
     ],
 )
 def test_models_that_go_their_own_way_are_found_out(kind: Any, words: str) -> None:
