@@ -15,6 +15,7 @@ from worlds import virtual_world
 import weft
 from weft.integrations.transformers import ContextParallel
 from weft.integrations.transformers.attention import make_mask
+from weft.integrations.transformers.batch import shard_batch
 
 transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
 masking_utils = pytest.importorskip("transformers.masking_utils")
@@ -155,6 +156,8 @@ WRONG_PARTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str, st
     "not known": (lambda part: {**part, "temperature": 0.5}, "not known here (temperature)", "NotImplementedError"),
     "not causal": (lambda part: {**part, "is_causal": False}, "not causal", "NotImplementedError"),
     "some logits": (lambda part: {**part, "logits_to_keep": 1}, "logits_to_keep", "NotImplementedError"),
+    "no count": (lambda part: {**part, "num_items_in_batch": "many"}, "must be a number, got 'many'", "TypeError"),
+    "ids of another kind": (lambda part: {**part, "input_ids": [[1, 2]]}, "the arguments cannot be read", "TypeError"),
 }  # fmt: skip
 
 
@@ -375,6 +378,36 @@ def test_a_part_for_other_ranks_or_another_layout() -> None:
     assert_refused(program, "the batch was cut contiguous for 3 ranks, but the model is enabled zigzag", "ValueError")
 
 
+def test_a_part_of_another_rank() -> None:
+    """As from a loader that reads on one rank and hands out its parts: all ranks would compute the same tokens."""
+
+    def call(cp: ContextParallel) -> None:
+        model = make_model("llama")
+        cp.enable(model)
+        model(**shard_batch(plain_batch(length=36), cp.layout, 1, cp.size))
+
+    assert_refused(call, "this is the part of rank 1 (rank ", "ValueError")
+    assert_refused(
+        lambda cp: cp.sequence(shard_batch(plain_batch(length=36), cp.layout, (cp.axis.rank + 1) % cp.size, cp.size)),
+        "this is the part of rank",
+        "ValueError",
+    )
+
+
+def test_arguments_without_names_are_refused() -> None:
+    """A mask among them would not be looked at, and lost."""
+
+    def call(cp: ContextParallel) -> None:
+        model = make_model("llama")
+        cp.enable(model)
+        part = cp.shard(plain_batch())
+        ids = part.pop("input_ids")
+        model(ids, **part)
+        model(ids, ids > 9, **part)
+
+    assert_refused(call, "was called with 2 arguments without names", "ValueError")
+
+
 def left_padded() -> dict[str, Any]:
     return {**plain_batch(1, 6), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
 
@@ -402,7 +435,9 @@ WRONG_BATCHES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "wrong ids": (lambda: {"input_ids": IDS.float()}, "must be integers [B, S], got torch.float32", "TypeError"),
     "labels cut before": (lambda: {"input_ids": IDS, "labels": IDS[:, 1:]}, "before anything is cut", "ValueError"),
     "positions of three axes": (lambda: {"input_ids": IDS, "position_ids": torch.ones(3, 1, 6)},
-                                "position_ids must be [B, S]", "ValueError"),
+                                "position_ids must be integers [B, S]", "ValueError"),
+    "positions between tokens": (lambda: {"input_ids": IDS, "position_ids": torch.ones(1, 6)}, "got torch.float32",
+                                 "ValueError"),
     "cut twice": (lambda: ContextParallel().shard(plain_batch()), "sharded already", "ValueError"),
 }  # fmt: skip
 

@@ -141,6 +141,8 @@ class ContextParallel:
         whole = part.get(KEY)
         if not isinstance(whole, WholeBatch):
             raise ValueError(f"ContextParallel.sequence: this is no part from cp.shard (rank {self.axis.rank})")
+        if fault := whole.find_fault(self.layout, self.axis):
+            raise fault
         sequences = whole.sequences(self.axis)
         if len(sequences) > 1 or (sequences[0].bounds is not None and whole.rows > 1):
             raise ValueError(
