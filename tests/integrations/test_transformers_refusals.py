@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -120,8 +121,11 @@ def test_a_name_that_is_taken_and_wrong_options() -> None:
         ContextParallel(name="taken").enable(make_model("llama"))
     with pytest.raises(ValueError, match="layout 'stripes' is not one of"):
         ContextParallel(layout="stripes")
-    with pytest.raises(ValueError, match="method 'best' is not one of"):
-        ContextParallel(method="best")
+    for method in ("best", ("ulysses", "gather"), ["ring"]):
+        with pytest.raises(ValueError, match=f"method {re.escape(repr(method))} is not one of"):
+            ContextParallel(method=method)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name must be a string, got int"):
+        ContextParallel(name=3)  # type: ignore[arg-type]
 
 
 def called(change: Callable[[dict[str, Any]], dict[str, Any]], name: str = "llama", **changes: Any) -> Any:
@@ -457,7 +461,24 @@ def test_the_digest_depends_on_every_token_and_its_place() -> None:
             changed[0, place] = token
             seen.add(cp.shard({"input_ids": changed})["weft"].digest)
     seen.add(cp.shard({"input_ids": IDS.flip(1)})["weft"].digest)
-    assert len(seen) == 20
+    seen.add(cp.shard({"input_ids": IDS, "attention_mask": torch.arange(6)[None] < 4})["weft"].digest)
+    assert len(seen) == 21
+
+
+def test_one_rank_without_transformers_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(rank: int) -> Exception | None:
+        return ImportError("nothing here (rank 1)") if rank == 1 else None
+
+    monkeypatch.setattr("weft.integrations.transformers.context_parallel._find_version_fault", find)
+    assert [text for _, text in raised(lambda cp: cp.enable(make_model("llama")))] == ["nothing here (rank 1)"] * RANKS
+
+
+def test_a_model_with_the_config_of_an_enabled_one_is_told_why() -> None:
+    config = transformers.LlamaConfig(**SIZES)
+    cp, model, other = ContextParallel(), *(transformers.LlamaForCausalLM(config) for _ in range(2))
+    cp.enable(model)
+    with pytest.raises(ValueError, match="give every model a config of its own"):
+        other(**plain_batch())
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
