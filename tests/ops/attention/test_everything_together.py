@@ -10,11 +10,12 @@ from dense_masks import Known, known_masks, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention_masks import difference
+from test_two_levels import levels
 from torch import Tensor
 from worlds import virtual_world
 
 import weft
-from weft.ops.attention.distributed import METHODS
+from weft.ops.attention.distributed import METHODS, TWO_LEVELS
 from weft.ops.sequence.layout import ANY_LENGTHS, LAYOUTS
 
 HEADS, KV_HEADS, DIM, VALUES = 4, 2, 4, 3
@@ -41,7 +42,7 @@ def documents(bounds: tuple[int, ...]) -> Tensor:
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[int, Known, tuple[int, ...], dict[str, Any], dict[str, Any], list[int]]:
     """Ranks, a mask, documents, how the tokens lie, what is asked for, and where ranks are cut in other layouts."""
-    size, total = draw(st.sampled_from([1, 2, 3, 5])), draw(st.integers(1, 40))
+    size, total = draw(st.sampled_from([1, 2, 3, 4, 5])), draw(st.integers(1, 40))
     known = draw(st.sampled_from(known_masks(total)))
     bounds = (0, *sorted(draw(st.lists(st.integers(0, total), max_size=3))), total)
     how: dict[str, Any] = {"layout": draw(st.sampled_from(LAYOUTS))}
@@ -53,7 +54,7 @@ def drawn(draw: st.DrawFn) -> tuple[int, Known, tuple[int, ...], dict[str, Any],
     asked = {
         "window": draw(st.none() | st.tuples(st.integers(-1, 8), st.integers(-1, 8))),
         "softcap": draw(st.sampled_from([None, 1.5])), "scale": draw(st.sampled_from([0.7, -0.4, 0.0])),
-        "method": draw(st.sampled_from(["auto", *METHODS])),
+        "method": draw(st.sampled_from([*TWO_LEVELS] if size == 4 else ["auto", *METHODS])),
     }  # fmt: skip
     return (
         size,
@@ -92,7 +93,10 @@ def test_everything_together(
             return weft.shard(x.detach(), 1, sequence=sequence)
 
         leaves = [*(mine(x).requires_grad_() for x in whole[:3]), whole[3].detach().clone().requires_grad_()]
-        got = weft.attention(*leaves[:3], sinks=leaves[3], mask=known.mask, sequence=sequence, return_lse=True, **asked)
+        group = levels(axis, 2) if asked["method"] in TWO_LEVELS else None
+        got = weft.attention(
+            *leaves[:3], sinks=leaves[3], mask=known.mask, sequence=sequence, return_lse=True, group=group, **asked
+        )
         *found, of_sinks = torch.autograd.grad((got[0] * mine(of_out)).sum() + (got[1] * mine(of_lse)).sum(), leaves)
         pairs = zip((*got, *found), (out, lse, *grads[:3]), strict=True)
         return max(difference(one.detach(), mine(right)) for one, right in pairs), of_sinks
