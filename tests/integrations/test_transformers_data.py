@@ -66,6 +66,8 @@ def test_too_few_samples_and_a_collator_that_does_not_cut() -> None:
             cp.sampler(range(1), data=data, drop_last=True)
         with pytest.raises(TypeError, match=re.escape("must be what cp.collator(inner) returns, got function")):
             cp.loader(Texts(), 2, collate, data=data)
+        with pytest.raises(TypeError, match="a generator has no length"):
+            cp.loader((text for text in Texts()), 2, cp.collator(collate), data=data)  # type: ignore[attr-defined]
         return "done"
 
     assert virtual_world(6).run(run).results == ["done"] * 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,11 @@ from worlds import virtual_world
 
 import weft
 from weft.integrations.transformers import ContextParallel
+from weft.integrations.transformers.attention import make_mask
+from weft.integrations.transformers.batch import shard_batch
 
 transformers = pytest.importorskip("transformers", reason="the extra weft-torch[transformers] is not installed")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 RANKS = 3
 FIVE = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -117,8 +121,11 @@ def test_a_name_that_is_taken_and_wrong_options() -> None:
         ContextParallel(name="taken").enable(make_model("llama"))
     with pytest.raises(ValueError, match="layout 'stripes' is not one of"):
         ContextParallel(layout="stripes")
-    with pytest.raises(ValueError, match="method 'best' is not one of"):
-        ContextParallel(method="best")
+    for method in ("best", ("ulysses", "gather"), ["ring"]):
+        with pytest.raises(ValueError, match=f"method {re.escape(repr(method))} is not one of"):
+            ContextParallel(method=method)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name must be a string, got int"):
+        ContextParallel(name=3)  # type: ignore[arg-type]
 
 
 def called(change: Callable[[dict[str, Any]], dict[str, Any]], name: str = "llama", **changes: Any) -> Any:
@@ -153,6 +160,8 @@ WRONG_PARTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str, st
     "not known": (lambda part: {**part, "temperature": 0.5}, "not known here (temperature)", "NotImplementedError"),
     "not causal": (lambda part: {**part, "is_causal": False}, "not causal", "NotImplementedError"),
     "some logits": (lambda part: {**part, "logits_to_keep": 1}, "logits_to_keep", "NotImplementedError"),
+    "no count": (lambda part: {**part, "num_items_in_batch": "many"}, "must be a number, got 'many'", "TypeError"),
+    "ids of another kind": (lambda part: {**part, "input_ids": [[1, 2]]}, "the arguments cannot be read", "TypeError"),
 }  # fmt: skip
 
 
@@ -279,6 +288,21 @@ class OtherMask(transformers.LlamaForCausalLM):
         )
 
 
+def asks_for(**asked: Any) -> type[Any]:
+    """As the models that ask for a mask in words of their own."""
+
+    class Asks(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **inputs: Any) -> Any:
+            make_mask(**asked)
+
+    return Asks
+
+
+PADDED = {"mask_function": masking_utils.causal_mask_function, "attention_mask": torch.tensor([[True, False]])}
+WINDOW_OF_5 = masking_utils.sliding_window_causal_mask_function(5)
+WINDOWS_OF_5_AND_4 = masking_utils.and_masks(masking_utils.sliding_window_overlay(4), WINDOW_OF_5)
+
+
 class SkipsLayers(transformers.LlamaForCausalLM):
     """As the models some of whose layers look at their tokens in another way."""
 
@@ -298,6 +322,11 @@ class SkipsLayers(transformers.LlamaForCausalLM):
         (OwnMask, "was given a mask of its own"),
         (OtherMask, "asks for a mask with or_masks"),
         (SkipsLayers, "only 1 of 2 layers"),
+        (asks_for(**PADDED), "hides some tokens as padding"),
+        (asks_for(mask_function=WINDOW_OF_5), "with windows or chunks of [5] tokens and says None"),
+        (asks_for(mask_function=WINDOW_OF_5, local_size=4), "with windows or chunks of [5] tokens and says 4"),
+        (asks_for(mask_function=WINDOWS_OF_5_AND_4, local_size=5), "chunks of [4, 5] tokens and says 5"),
+        (asks_for(mask_function=masking_utils.sliding_window_overlay(5), local_size=5), "shows later tokens"),
     ],
 )
 def test_models_that_go_their_own_way_are_found_out(kind: Any, words: str) -> None:
@@ -353,6 +382,36 @@ def test_a_part_for_other_ranks_or_another_layout() -> None:
     assert_refused(program, "the batch was cut contiguous for 3 ranks, but the model is enabled zigzag", "ValueError")
 
 
+def test_a_part_of_another_rank() -> None:
+    """As from a loader that reads on one rank and hands out its parts: all ranks would compute the same tokens."""
+
+    def call(cp: ContextParallel) -> None:
+        model = make_model("llama")
+        cp.enable(model)
+        model(**shard_batch(plain_batch(length=36), cp.layout, 1, cp.size))
+
+    assert_refused(call, "this is the part of rank 1 (rank ", "ValueError")
+    assert_refused(
+        lambda cp: cp.sequence(shard_batch(plain_batch(length=36), cp.layout, (cp.axis.rank + 1) % cp.size, cp.size)),
+        "this is the part of rank",
+        "ValueError",
+    )
+
+
+def test_arguments_without_names_are_refused() -> None:
+    """A mask among them would not be looked at, and lost."""
+
+    def call(cp: ContextParallel) -> None:
+        model = make_model("llama")
+        cp.enable(model)
+        part = cp.shard(plain_batch())
+        ids = part.pop("input_ids")
+        model(ids, **part)
+        model(ids, ids > 9, **part)
+
+    assert_refused(call, "was called with 2 arguments without names", "ValueError")
+
+
 def left_padded() -> dict[str, Any]:
     return {**plain_batch(1, 6), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
 
@@ -380,7 +439,9 @@ WRONG_BATCHES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "wrong ids": (lambda: {"input_ids": IDS.float()}, "must be integers [B, S], got torch.float32", "TypeError"),
     "labels cut before": (lambda: {"input_ids": IDS, "labels": IDS[:, 1:]}, "before anything is cut", "ValueError"),
     "positions of three axes": (lambda: {"input_ids": IDS, "position_ids": torch.ones(3, 1, 6)},
-                                "position_ids must be [B, S]", "ValueError"),
+                                "position_ids must be integers [B, S]", "ValueError"),
+    "positions between tokens": (lambda: {"input_ids": IDS, "position_ids": torch.ones(1, 6)}, "got torch.float32",
+                                 "ValueError"),
     "cut twice": (lambda: ContextParallel().shard(plain_batch()), "sharded already", "ValueError"),
 }  # fmt: skip
 
@@ -400,7 +461,24 @@ def test_the_digest_depends_on_every_token_and_its_place() -> None:
             changed[0, place] = token
             seen.add(cp.shard({"input_ids": changed})["weft"].digest)
     seen.add(cp.shard({"input_ids": IDS.flip(1)})["weft"].digest)
-    assert len(seen) == 20
+    seen.add(cp.shard({"input_ids": IDS, "attention_mask": torch.arange(6)[None] < 4})["weft"].digest)
+    assert len(seen) == 21
+
+
+def test_one_rank_without_transformers_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(rank: int) -> Exception | None:
+        return ImportError("nothing here (rank 1)") if rank == 1 else None
+
+    monkeypatch.setattr("weft.integrations.transformers.context_parallel._find_version_fault", find)
+    assert [text for _, text in raised(lambda cp: cp.enable(make_model("llama")))] == ["nothing here (rank 1)"] * RANKS
+
+
+def test_a_model_with_the_config_of_an_enabled_one_is_told_why() -> None:
+    config = transformers.LlamaConfig(**SIZES)
+    cp, model, other = ContextParallel(), *(transformers.LlamaForCausalLM(config) for _ in range(2))
+    cp.enable(model)
+    with pytest.raises(ValueError, match="give every model a config of its own"):
+        other(**plain_batch())
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def combinations(size: int, kind: str, method: str) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.slow), 8])
 def test_every_combination(size: int, method: str) -> None:
     splits = [*itertools.product(("even", "uneven", "missing"), ANY_LENGTHS), ("uneven", "balanced")]
     if size == 8 and "WEFT_SOAK" not in os.environ:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from dense_masks import known_masks
-from test_attention_reference import DIM, slice_of
+from dense_masks import Known, known_masks
+from test_attention_reference import DIM
 
 import weft
 from weft.ops.attention import attention, plan
-from weft.ops.sequence.layout import ANY_LENGTHS, lay_out
+from weft.ops.sequence.layout import ANY_LENGTHS, lay_out, shard_runs
 
 # Blocks of plain plans, (queries, [(keys at, length, kind), ...]): what kernels compute must not change with masks.
 PLAIN = {
@@ -44,19 +46,27 @@ def test_plain_plans_have_the_blocks_they_had(name: str) -> None:
         assert found == wanted and all(tile.first for tile, _ in plain.blocks(0, own))
 
 
-@pytest.mark.parametrize("layout", ANY_LENGTHS)
-@pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (9, 0, 4, 10)])
+@pytest.mark.parametrize(
+    ("lengths", "layout"), [*product([(6, 6, 6, 6), (9, 0, 4, 10)], ANY_LENGTHS), ((61, 61, 60, 60), "balanced")]
+)
 def test_only_keys_that_are_seen_travel(lengths: tuple[int, ...], layout: str) -> None:
     """By the ledger: to each rank the tokens of the others that any of its queries sees, and no more."""
     total, size = sum(lengths), len(lengths)
-    held = [slice_of(torch.arange(total)[None, :], lengths, layout, rank)[0] for rank in range(size)]
     for known in known_masks(total):
+        mask = known.mask if layout not in ANY_LENGTHS else None
+        runs = lay_out(lengths, layout) if mask is None else shard_runs(total, layout, size, mask=mask)
+        held = [
+            torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs if run.rank == rank])
+            for rank in range(size)
+        ]
 
-        def program(axis: weft.Axis, mask: weft.Mask = known.mask) -> tuple[int, int]:
-            q, k, v = (torch.randn(1, lengths[axis.rank], 2, DIM, requires_grad=True) for _ in range(3))
-            sequence = weft.sequence(lengths[axis.rank], layout=layout, group=axis)
+        def program(axis: weft.Axis, known: Known = known, mask: weft.Mask | None = mask) -> tuple[int, int]:
+            length = None if mask is not None else lengths[axis.rank]
+            whole = None if mask is None else known.mask.total
+            sequence = weft.sequence(length, total=whole, layout=layout, mask=mask, group=axis)
+            q, k, v = (torch.randn(1, sequence.length, 2, DIM, requires_grad=True) for _ in range(3))
             with weft.record() as ledger:
-                out = attention(q, k, v, mask=mask, method="gather", sequence=sequence)
+                out = attention(q, k, v, mask=known.mask, method="gather", sequence=sequence)
             forward = ledger.bytes_received
             with weft.record() as ledger:
                 out.sum().backward()

@@ -7,8 +7,9 @@ again in the backward (gradient checkpointing), whatever batch came in between.
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,10 @@ from weft.integrations.transformers.batch import KEY, WholeBatch
 from weft.ops.attention import attention
 from weft.ops.sequence import Mask, Sequence
 
-CHUNKS = "chunked_overlay"
-# What a mask may be made of. An overlay that is not here (images, blocks) would be lost.
-PLAIN_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function", CHUNKS)
+CAUSAL, WINDOW, CHUNKS = "causal_mask_function", "sliding_window_overlay", "chunked_overlay"
+# What a mask may be made of, and what in it is told as ``local_size``. An overlay that is not here (images, blocks)
+# would be lost.
+PLAIN_MASKS = {CAUSAL: None, "packed_sequence_mask_function": None, WINDOW: "sliding_window", CHUNKS: "chunk_size"}
 # Masks made of others: their conjunction, or one by positions within its document (transformers 5.2x). For windows that
 # is the same as by positions in the batch; chunks begin with their document.
 COMPOSED = ("and_masks", "remap_positions_for_packed_sequence")
@@ -110,22 +112,21 @@ def current_forward() -> Forward:
     """The one under way in this thread."""
     if not running.forwards:
         raise ValueError(
-            "ContextParallel: a part of an enabled model was called, not the model; call the model that was enabled"
+            "ContextParallel: a part of an enabled model was called, or another model that shares its config, not the "
+            "model; call the model that was enabled, and give every model a config of its own"
         )
     return running.forwards[-1]
 
 
-def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Visible:
+def make_mask(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, attention_mask: Tensor | None = None, **_: Any
+) -> Visible:
     """The mask, in transformers' words. ``local_size`` is the window of sliding layers, or the length of chunks."""
     forward = current_forward()
     parts = list(_parts_of(mask_function))
-    for name in parts:
-        if name not in PLAIN_MASKS:
-            raise NotImplementedError(
-                f"ContextParallel: {forward.model} asks for a mask with {name}, and only causal ones with windows, "
-                f"chunks and documents are supported (rank {forward.rank})"
-            )
-    if CHUNKS not in parts:
+    if (fault := _find_mask_fault(parts, local_size, attention_mask)) is not None:
+        raise NotImplementedError(f"ContextParallel: {forward.model} asks for a mask {fault} (rank {forward.rank})")
+    if not any(name == CHUNKS for name, _ in parts):
         return Visible(forward, local_size)
     assert local_size is not None, "the length of a chunk"
     if not forward.whole.from_zero:
@@ -136,15 +137,34 @@ def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = Non
     return Visible(forward, None, tuple(Mask.chunks(local_size, one.bounds or one.total) for one in forward.sequences))
 
 
-def _parts_of(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """The names of the functions a mask is made of."""
+def _find_mask_fault(
+    parts: list[tuple[str, Mapping[str, Any]]], local_size: int | None, padding: Tensor | None
+) -> str | None:
+    """What in a mask would be lost, in words."""
+    known = "only causal ones with windows, chunks and documents are supported"
+    names = [name for name, _ in parts]
+    for name in names:
+        if name not in PLAIN_MASKS:
+            return f"with {name}, and {known}"
+    if CAUSAL not in names:
+        return f"that shows later tokens ({', '.join(names)}), and {known}"
+    sizes = [held.get(word) for name, held in parts if (word := PLAIN_MASKS[name]) is not None]
+    if sizes != ([] if local_size is None else [local_size]):
+        return f"with windows or chunks of {sizes} tokens and says {local_size}; only one of them is supported"
+    if padding is not None and not bool(padding.all()):
+        return "that hides some tokens as padding, which it found by itself; that cannot be context-parallel"
+    return None
+
+
+def _parts_of(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The functions a mask is made of: their names, and the values that each holds by name."""
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
+    held = inspect.getclosurevars(mask_function).nonlocals if inspect.isfunction(mask_function) else {}
     if name not in COMPOSED:
-        yield name
+        yield name, held
         return
-    for cell in mask_function.__closure__ or ():
-        held = cell.cell_contents
-        for part in held if isinstance(held, tuple | list) else (held,):
+    for value in held.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
             if callable(part):
                 yield from _parts_of(part)
 

@@ -35,8 +35,9 @@ class WholeBatch:
     """What a shard knows about the whole batch.
 
     documents: where those of each row begin and end, None where every row is one document. digest: of everything in
-    the batch; ranks of one context group must have the same. longest: the largest of all its positions. ends: how many
-    tokens of each row are real. from_zero: whether every packed document begins at position 0.
+    the batch; ranks of one context group must have the same. rank: whose part it is, of ``size``. longest: the largest
+    of all its positions. ends: how many tokens of each row are real. from_zero: whether every packed document begins at
+    position 0.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class WholeBatch:
     documents: tuple[Bounds, ...] | None
     digest: int
     layout: str
+    rank: int
     size: int
     longest: int
     ends: tuple[int, ...]
@@ -72,6 +74,21 @@ class WholeBatch:
             Sequence(axis, self.layout, self.lengths, bounds, self.runs)
             for bounds in (rows if len(set(rows)) > 1 else rows[:1])
         ]
+
+    def find_fault(self, layout: str, axis: Axis) -> Exception | None:
+        """What is wrong if this is not the part that this rank of ``axis`` cuts."""
+        where = f"(rank {axis.rank})"
+        if (self.layout, self.size) != (layout, axis.size):
+            return ValueError(
+                f"ContextParallel: the batch was cut {self.layout} for {self.size} ranks, but the model is enabled "
+                f"{layout} on {axis.size} {where}; use one ContextParallel for both"
+            )
+        if self.rank != axis.rank:
+            return ValueError(
+                f"ContextParallel: this is the part of rank {self.rank} {where}; every rank must cut the whole batch "
+                f"by itself: nothing may hand one rank's parts to others (accelerate: dispatch_batches=False)"
+            )
+        return None
 
 
 def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> dict[str, Any]:
@@ -106,8 +123,8 @@ def shard_batch(batch: Mapping[str, Any], layout: str, rank: int, size: int) -> 
         targets = None if targets is None else pad(targets, (0, missing), value=IGNORED)
         if documents is not None:
             documents = tuple((*bounds, bounds[-1] + missing) for bounds in documents)
-    digest = _digest(ids, positions, *(() if targets is None else (targets,)))
-    whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, size, longest, real, from_zero)
+    digest = _digest(ids, positions, torch.tensor(real), *(() if targets is None else (targets,)))
+    whole = WholeBatch(ids.shape[0], ids.shape[1], documents, digest, layout, rank, size, longest, real, from_zero)
     mine = [run for run in whole.runs if run.rank == rank]
     places = torch.cat([torch.arange(run.offset, run.offset + run.length, device=ids.device) for run in mine])
     part: dict[str, Any] = {"input_ids": ids[:, places], "position_ids": positions[:, places]}
@@ -172,13 +189,13 @@ def _read_positions(
     given = batch.get("position_ids")
     if given is None:
         positions = torch.arange(length, device=device).expand(rows, -1)
-    elif isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] == length and given.shape[0] in (1, rows):
+    elif isinstance(given, Tensor) and given.shape in ((1, length), shape) and not given.is_floating_point():
         positions = given.expand(rows, -1)
     else:
-        shown = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        shown = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise ValueError(
-            f"ContextParallel.shard: position_ids must be [B, S] = {list(shape)} of the whole batch, got {shown} "
-            f"(rank {rank})"
+            f"ContextParallel.shard: position_ids must be integers [B, S] = {list(shape)} of the whole batch, got "
+            f"{shown} (rank {rank})"
         )
     begins = positions[:, 1:] - positions[:, :-1] != 1
     if ends is not None:

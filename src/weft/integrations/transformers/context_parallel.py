@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from weft.comm import Axis
+from weft.comm.arguments import find_choice_fault
 from weft.integrations.transformers.attention import attend, make_mask
 from weft.integrations.transformers.batch import KEY, DataRankLoader, ShardingCollator, WholeBatch, shard_batch
 from weft.integrations.transformers.model import Enabled
@@ -50,10 +51,10 @@ class ContextParallel:
         rank = self.axis.rank
         if fault := find_layout_fault("ContextParallel", layout, rank):
             raise fault
-        if method != "auto" and method not in METHODS:
-            raise ValueError(
-                f"ContextParallel: method {method!r} is not one of auto, {', '.join(METHODS)} (rank {rank})"
-            )
+        if fault := find_choice_fault("ContextParallel", "method", method, rank, ("auto", *METHODS)):
+            raise fault
+        if not isinstance(name, str):
+            raise TypeError(f"ContextParallel: name must be a string, got {type(name).__name__} (rank {rank})")
         if not name or any(word in name for word in ("sdpa", "flash", "flex", "eager", "paged", "|", "/")):
             raise ValueError(
                 f"ContextParallel: name {name!r} would mean another attention to transformers (rank {rank}); choose "
@@ -70,8 +71,8 @@ class ContextParallel:
 
         Every rank of the group calls it, with the model itself, before it is wrapped by DDP, FSDP or others.
         """
-        _load_transformers(self.axis.rank)
-        fault = self._find_fault(model) or _register(self.name, self.axis.rank)
+        rank = self.axis.rank
+        fault = _find_version_fault(rank) or self._find_fault(model) or _register(self.name, rank)
         options = None if fault else _Options(type(model).__name__, _sizes_of(model), self.layout, self.method)
         self.axis.begin("ContextParallel.enable", options, metadata=(), fault=fault).metadata.wait()
         enabled = Enabled(model, self.axis, self.layout, self.method, self.name)
@@ -141,6 +142,8 @@ class ContextParallel:
         whole = part.get(KEY)
         if not isinstance(whole, WholeBatch):
             raise ValueError(f"ContextParallel.sequence: this is no part from cp.shard (rank {self.axis.rank})")
+        if fault := whole.find_fault(self.layout, self.axis):
+            raise fault
         sequences = whole.sequences(self.axis)
         if len(sequences) > 1 or (sequences[0].bounds is not None and whole.rows > 1):
             raise ValueError(
@@ -168,6 +171,12 @@ class ContextParallel:
                 f"several data ranks (rank {world.rank}); pass data=mesh['dp'], the group across them"
             )
         rank, size = (0, 1) if data is None else (Axis.of(data).rank, Axis.of(data).size)
+        if not isinstance(dataset, Sized):
+            raise TypeError(
+                f"ContextParallel.sampler: a {type(dataset).__name__} has no length, so its samples cannot be dealt to "
+                f"data ranks (rank {world.rank}); read the same ones on every rank of a context group, and cut with "
+                f"cp.collator"
+            )
         if len(dataset) < (size if drop_last else 1):
             raise ValueError(
                 f"ContextParallel.sampler: {len(dataset)} samples are too few for {size} data ranks (data rank {rank})"
@@ -194,18 +203,19 @@ class ContextParallel:
         )
 
 
-def _load_transformers(rank: int) -> None:
-    """Raise in words if transformers is not there or of a version nobody has tried."""
+def _find_version_fault(rank: int) -> Exception | None:
+    """What is wrong if transformers is not there, or of a version nobody has tried."""
     try:
         import transformers
-    except ImportError as error:
+    except ImportError:
         install = "pip install 'weft-torch[transformers]'"
-        raise ImportError(f"ContextParallel.enable needs transformers {VERSIONS}: {install} (rank {rank})") from error
+        return ImportError(f"ContextParallel.enable needs transformers {VERSIONS}: {install} (rank {rank})")
     major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
-    if not (4, 57) <= (major, minor) < (6, 0):
-        raise ImportError(
-            f"ContextParallel.enable: transformers {transformers.__version__} is not one of {VERSIONS} (rank {rank})"
-        )
+    if (4, 57) <= (major, minor) < (6, 0):
+        return None
+    return ImportError(
+        f"ContextParallel.enable: transformers {transformers.__version__} is not one of {VERSIONS} (rank {rank})"
+    )
 
 
 def _register(name: str, rank: int) -> Exception | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.comm import Axis
+from weft.comm.arguments import find_number_fault, read
 from weft.errors import name_ranks
 from weft.integrations.transformers.attention import Forward, running
 from weft.integrations.transformers.batch import KEY, WholeBatch
@@ -99,7 +100,7 @@ class Enabled:
                 f"generate() pause the adapter: with cp.paused(): model.generate(...)"
             )
         keywords["use_cache"] = False  # it defaults to True, and a rank's cache would hold its own tokens only
-        fault = self._find_fault(model, args, keywords, whole)
+        fault = read("ContextParallel", self.axis.rank, lambda: self._find_fault(model, args, keywords, whole))
         options = None
         numbers = (0, 0, 0, 0)
         if fault is None:
@@ -144,10 +145,12 @@ class Enabled:
                 f"ContextParallel: {type(model).__name__} was called with a batch that is not cut {where}; call "
                 f"model(**cp.shard(batch)), or pause the adapter: with cp.paused(): ..."
             )
-        if (whole.layout, whole.size) != (self.layout, self.axis.size):
+        if fault := whole.find_fault(self.layout, self.axis):
+            return fault
+        if len(args) > 1:
             return ValueError(
-                f"ContextParallel: the batch was cut {whole.layout} for {whole.size} ranks, but the model is enabled "
-                f"{self.layout} on {self.axis.size} {where}; use one ContextParallel for both"
+                f"ContextParallel: {type(model).__name__} was called with {len(args)} arguments without names {where}; "
+                f"pass the part as it is: model(**cp.shard(batch))"
             )
         shape = (whole.rows, whole.lengths[self.axis.rank])
         found = given.get("input_ids", args[0] if args else None)
@@ -176,6 +179,10 @@ class Enabled:
                 f"ContextParallel: labels without num_items_in_batch {where}: a mean of each rank's own tokens is not "
                 f"the mean of all; pass the part as cp.shard gave it"
             )
+        if (items := given.get("num_items_in_batch")) is not None and (
+            fault := find_number_fault("ContextParallel", "num_items_in_batch", items, self.axis.rank, tensor=True)
+        ):
+            return fault
         if given.get("is_causal") is False:
             return NotImplementedError(f"ContextParallel: attention that is not causal is not supported {where}")
         names = ["attention_mask", "output_attentions", "logits_to_keep"]
