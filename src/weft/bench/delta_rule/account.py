@@ -1,4 +1,4 @@
-"""Where the time of the local kernel goes: shares of CPU time by kind of operator, and the FLOPs of its products."""
+"""Where the time of the local kernel goes: shares of it by kind of operator, and the FLOPs of its products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
 COLUMNS = (
     Column("case", "one process, one thread"),
     Column("kind", "operators"),
-    Column("percent", "% of CPU time", "{:.0f}"),
+    Column("percent", "% of time", "{:.0f}"),
     Column("calls", "calls", "{}"),
     Column("gflop", "GFLOP", "{:.2f}"),
     Column("counted", "that count", "{:.2f}"),
@@ -35,7 +35,7 @@ COLUMNS = (
 def account(name: str, case: Case, counted: float) -> list[dict[str, Any]]:
     """A row for each kind of operator of one call of ``case``, of whose FLOPs ``counted`` are the algorithm's.
 
-    Watching costs time with every call, so calls look dearer than they are.
+    Watching costs time with every call, so calls look dearer than they are. Time is elapsed time.
     """
     case()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as watched:
