@@ -8,6 +8,7 @@ from worlds import virtual_world
 
 import weft
 from weft.bench.delta_rule import cases
+from weft.bench.delta_rule.account import PRODUCTS
 from weft.bench.delta_rule.baselines import by_gather, by_heads, with_nothing_sent
 from weft.bench.delta_rule.cases import MODELS, NAIVE, PASSES, flops, make_inputs
 from weft.bench.ranks import RankPool
@@ -87,6 +88,11 @@ def test_tables_of_the_benchmark(monkeypatch, capsys, is_installed: bool) -> Non
             assert row["milliseconds"] > 0 and row["percent_of_matmul"] > 0
             assert (row["times_faster"] is not None) == (row["naive_percent"] is not None) == is_installed
     assert not any(name.endswith(NAIVE) for _, name in rows)
+    for way in PASSES:
+        mine = {row["kind"]: row for row in report.rows if row["table"] == "operators" and row["case"] == way}
+        assert sum(row["percent"] for row in mine.values()) == pytest.approx(100)
+        assert mine[PRODUCTS]["gflop"] > 0.9 * mine[PRODUCTS]["counted"] > 0
+        assert all(row["calls"] > 0 for row in mine.values())
     assert rows["ranks, 64", cases.ALL_TOKENS]["to_one_process"] == 1
     assert all(rows["h100, 8 ranks", recipe]["to_weft"] > 1 for recipe in (cases.GATHER, cases.HEADS_ALIKE))
     assert ("h100, 3 ranks", cases.HEADS_ALIKE) not in rows and ("h100, 3 ranks", cases.GATHER) in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from layouts import EVERY_LAYOUT
 from test_linear_attention import BATCH, HEADS, KEYS, VALUE_HEADS, VALUES, Case, cases, slice_of, worst
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import every, virtual_world
 
 import weft
+from weft.ops.delta_rule.chunk import ChunkForward, ChunkStates, TileTokens
 from weft.ops.scan import METHODS
 from weft.ops.sequence.layout import LAYOUTS
 
@@ -151,3 +154,59 @@ def test_the_exchange_runs_under_the_local_work() -> None:
     local = weft.world.VirtualWorld(8, weft.world.Machine(0.0, float("inf"), flops=1e9)).run(program).elapsed
     free = weft.world.VirtualWorld(8, weft.world.Machine(local / 100, float("inf"), flops=1e9)).run(program)
     assert free.elapsed == pytest.approx(local, rel=1e-9)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_no_decay_is_of_a_positive_power_and_nothing_divides(gate: str) -> None:
+    """In the forward and the backward; gates of -320 and -inf among mild ones."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            seen.add(name)
+            if name in ("exp", "exp_", "exp2", "exp2_"):
+                assert args[0].max() <= 0, name
+            assert not name.startswith(("div", "reciprocal")), name
+            return func(*args, **(kwargs or {}))
+
+    seen: set[str] = set()
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 2, 4, generator=make) for _ in range(3))
+    g = -torch.rand((1, 40, 2, 4)[: 3 if gate == "scalar" else 4], generator=make)
+    g[:, 7], g[:, 9] = -320.0, -torch.inf
+    beta = torch.rand(1, 40, 2, generator=make)
+    leaves = [x.requires_grad_() for x in (q, k, v, beta, *([] if gate == "none" else [g]))]
+    weight = torch.randn(v.shape, generator=make)
+    with Watch():
+        o, _ = weft.delta_rule(*leaves, scale=0.5, chunk_size=16)
+        grads = torch.autograd.grad(o, leaves, weight)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert bool(seen & {"exp2", "exp2_"}) == (gate != "none") and "linalg_solve_triangular" in seen
+
+
+def test_local_work_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank solves its chunks and goes through its recurrence before it waits, and not again after the exchange."""
+    steps: list[tuple[int, str]] = []
+
+    def note(kind: type, name: str) -> None:
+        work = getattr(kind, name)
+
+        def noted(self, *args):
+            steps.append((threading.get_ident(), name))
+            return work(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    for kind, name in (
+        (TileTokens, "solve"), (ChunkStates, "advance"), (ChunkForward, "intra"), (ChunkForward, "finish")
+    ):  # fmt: skip
+        note(kind, name)
+
+    def program(axis: weft.Axis) -> list[str]:
+        q, beta = torch.randn(1, 9, 2, 4), torch.rand(1, 9, 2)
+        weft.delta_rule(q, q, q, beta, group=axis, method="doubling")
+        return [name for thread, name in steps if thread == threading.get_ident()]
+
+    found = weft.world.VirtualWorld(3).run(program).results
+    assert found[0] == ["solve", "advance", "intra", "finish"]
+    assert found[1] == found[2] == ["solve", "advance", "advance", "intra", "finish"]  # and the columns of its map

@@ -137,19 +137,20 @@ def test_the_host_never_waits_for_the_device(gate: str) -> None:
         assert missing == 0 and error < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
-def test_bf16_with_fp32_gates_also_under_autocast(gate: str) -> None:
+def test_half_precision_with_fp32_gates_also_under_autocast(gate: str, dtype: torch.dtype) -> None:
     q, k, v, beta, g = inputs(96, gate)
-    low = [t.bfloat16() for t in (q, k, v)]
+    low = [t.to(dtype) for t in (q, k, v)]
     others = [t.float() for t in (beta, g)]
     exact, _ = delta_reference(*(t.double() for t in (*low, *others)), 0.5, torch.zeros(1, 4, 4, 3).double(), [96])
 
     def program(axis: weft.Axis, autocast: bool) -> tuple[Tensor, Tensor]:
         local = [weft.shard(t, 1, group=axis).requires_grad_() for t in (*low, *others)]
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", dtype, enabled=autocast):
             o, state = weft.delta_rule(*local, scale=0.5, output_final_state=True, group=axis)
         o.float().square().sum().backward()
-        assert o.dtype == local[0].grad.dtype == torch.bfloat16 and local[4].grad.dtype == state.dtype == torch.float32
+        assert o.dtype == local[0].grad.dtype == dtype and local[4].grad.dtype == state.dtype == torch.float32
         return o.detach(), local[4].grad
 
     single = program(weft.Axis.of(None), False)[0]
@@ -186,7 +187,8 @@ def test_nothing_travels_between_documents() -> None:
 
     state = 4 * 4 * 3 * 8
     assert sent([0, 8, 16, 24], "ring") == [0, 0, 0]
-    assert sent([0, 24], "ring") == [state, 2 * state, state]  # states alone, each way
+    for method in ("ring", "pipeline"):
+        assert sent([0, 24], method) == [state, 2 * state, state]  # states alone, each way
     assert sent([0, 10, 24], "gather")[0] == state + 4 * 4 * 4 * 8  # a map to the one rank where the document goes on
 
 

@@ -54,18 +54,19 @@ class _Gathered(torch.autograd.Function):
         w, u = grid.empty_table(grid.chunk, grid.key_dim), grid.empty_table(grid.chunk, grid.value_dim)
         reduced = _Reduced(grid, enters=call.rank > 0)
         for tile in grid.tiles:
-            tokens, mine = TileTokens(grid, tile, laid), grid.at(w, tile)
-            pairs = grid.buffer("pairs", len(mine), grid.chunk, grid.chunk)
-            tokens.solve(grid.take("v", laid.v, tile), one, pairs, mine, grid.at(u, tile))
+            tokens, mine = TileTokens(grid, tile, laid, "k"), grid.at(w, tile)
+            tokens.meet()
+            tokens.solve(grid.take("v", laid.v, tile), one, mine, grid.at(u, tile))
             reduced.advance(tile, mine, tokens, grid.steps(u, tile))
         entering = _gather(call, reduced.transition, reduced.state)
         chain = ChunkStates(grid, grid.zero_states() if entering is None else entering.unsqueeze(0))
         chain.values.copy_(u)
         o = grid.empty_tokens(grid.value_heads, grid.value_dim)
         for tile in grid.tiles:
-            tokens = TileTokens(grid, tile, laid)
-            chain.advance(tile, grid.at(w, tile), tokens.decay.to_end(tokens.k, "to end"), tokens.decay.whole)
-            write_outputs(grid, tile, tokens, laid.q, [chain], [o], scale)
+            tokens = TileTokens(grid, tile, laid, "q")
+            tokens.meet()
+            chain.advance(tile, grid.at(w, tile), tokens.decay.to_end(), tokens.decay.whole)
+            write_outputs(grid, tile, tokens, [chain], [o], scale)
         chain.give_back()
         grid.give_back(w, u)
         ctx.save_for_backward(q, k, v, beta, g, entering, reduced.transition)
@@ -96,7 +97,7 @@ class _Reduced:
     def advance(self, tile: Any, w: Tensor, tokens: TileTokens, u: tuple[Tensor, ...]) -> None:
         """Through a tile, for all chunks of its batch rows."""
         grid, decay = self._grid, tokens.decay
-        each_w, each_key = grid.split(w, tile), grid.split(decay.to_end(tokens.k, "to end").mT, tile)
+        each_w, each_key = grid.split(w, tile), grid.split(decay.to_end().mT, tile)
         decays = None if decay.whole is None else grid.split(decay.whole, tile)
         kinds = [(self.state, True)] + ([] if self.transition is None else [(self.transition, False)])
         for whole, has_values in kinds:
@@ -120,8 +121,9 @@ class _Backward(ChunkBackward):
         grad = grid.zeros(grid.batch, grid.value_heads, grid.key_dim, grid.value_dim)
         for tile in reversed(grid.tiles):
             tokens = TileTokens(grid, tile, self._laid)
+            tokens.meet()
             values, sums = grid.steps(back.values, tile), grid.steps(back.states, tile)
-            each_w, each_key = grid.steps(self._w, tile), grid.split(tokens.decay.to_end(tokens.k, "to end"), tile)
+            each_w, each_key = grid.steps(self._w, tile), grid.split(tokens.decay.to_end(), tile)
             decays = None if tokens.decay.whole is None else grid.split(tokens.decay.whole, tile)
             current = grad[tile.b].flatten(0, 1)
             out = grid.buffer("out", *values[0].shape)

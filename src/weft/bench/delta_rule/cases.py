@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from weft.bench.delta_rule.account import COLUMNS, account
 from weft.bench.delta_rule.baselines import by_gather, by_heads, with_nothing_sent
 from weft.bench.linear_attention.baselines import fla
 from weft.bench.linear_attention.cases import LOCAL, MATMUL, OURS, RANK_COLUMNS, VIRTUAL_COLUMNS, simulate
@@ -97,11 +98,20 @@ def run(pool: RankPool, report: Report, repeats: int, tokens: int, heads: int, h
             facts = describe_cases(pool.run(examine, make_cases, *args))
             fill_table(report, table, partial(pool.run, sample_ranks, args), repeats, advance, facts)
     if pool.reports:
+        report.tables["operators"] = Layout(f"where the time of KDA's kernel goes, {shape} T{tokens} K=V=64", COLUMNS)
+        with use_threads(1):
+            for row in (row for way in PASSES for row in _account(tokens, heads, way)):
+                report.add("operators", row)
         for count in h100_ranks:
             shape = f"T{H100_TOKENS} H{H100_HEADS} K=V=128 bf16, gated delta net"
             title = f"{count} H100 of {shape}, in virtual time: 10 us, 50 GB/s, 495 TFLOP/s, 3.35 TB/s"
             report.tables[f"h100, {count} ranks"] = Layout(title, VIRTUAL_COLUMNS)
             simulate(report, f"h100, {count} ranks", count, PRESETS["h100"], _h100_cases(count))
+
+
+def _account(tokens: int, heads: int, way: str) -> list[dict[str, Any]]:
+    case = kernel_cases(tokens, heads)[f"KDA, K=V=64, {way}"]
+    return account(way, case, flops(tokens, heads, 64, way == PASSES[1]))
 
 
 def _h100_cases(ranks: int) -> Callable[[Axis], dict[str, Case]]:

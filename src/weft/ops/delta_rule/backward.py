@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.delta_rule.chunk import ChunkStates, Inputs, TileTokens
+from weft.ops.delta_rule.decay import sum_of_products
 from weft.ops.scan.grid import Grid, Tile
 
 
@@ -45,19 +46,18 @@ class ChunkBackward:
         self._dg = None if laid.g is None else grid.empty_tokens(grid.value_heads, laid.g.shape[-1])
         one = grid.identity(grid.chunk)
         for tile in grid.tiles:
-            tokens, v = TileTokens(grid, tile, laid), grid.take("v", laid.v, tile)
-            k, decay, w, values = tokens.k, tokens.decay, grid.at(self._w, tile), grid.at(chain.values, tile)
-            self._inverses.append(tokens.solve(v, one, grid.at(self._pairs, tile), w, values))
-            chain.advance(tile, w, decay.to_end(k, "to end"), decay.whole)
-            q, do = grid.take("q", laid.q, tile), grid.take("do", self._do, tile).mul_(self._scale)
-            scores = decay.pairs(q, k, out=grid.buffer("pairs", len(q), grid.chunk, grid.chunk))
-            queries = decay.from_start(q, "from start")
+            tokens, v = TileTokens(grid, tile, laid, "kq"), grid.take("v", laid.v, tile)
+            decay, w, values = tokens.decay, grid.at(self._w, tile), grid.at(chain.values, tile)
+            scores, tokens.pairs["k"] = tokens.pairs["q"], grid.at(self._pairs, tile)
+            tokens.meet(keep=True)
+            self._inverses.append(tokens.solve(v, one, w, values))
+            chain.advance(tile, w, decay.to_end(), decay.whole)
+            do, queries = grid.take("do", self._do, tile).mul_(self._scale), decay.from_start(-1)
             torch.bmm(scores.mT, do, out=grid.at(back.values, tile))
             torch.bmm(queries.mT, do, out=grid.at(back.states, tile))
             grad = torch.bmm(do, values.mT, out=grid.buffer("grad", *scores.shape))
-            dq = torch.bmm(do, grid.at(chain.states, tile).mT, out=grid.buffer("dx", *q.shape))
-            dq, dk = decay.from_start_backward(queries, dq), grid.buffer("dk", *k.shape).zero_()
-            decay.pairs_backward(q, k, scores, grad, dq, dk)
+            dq = torch.bmm(do, grid.at(chain.states, tile).mT, out=grid.buffer("dx", *tokens.k.shape))
+            dq, dk = decay.queries_backward(scores, grad, dq)
             grid.put(self._dq, dq, tile, add=False)
             grid.put(self._dk, dk, tile, add=False)
             if self._dg is not None and (dg := decay.log_grad()) is not None:
@@ -71,24 +71,22 @@ class ChunkBackward:
         entering = grads.clone()
         values, rates = grid.empty_tokens(grid.value_heads, grid.value_dim), grid.empty_tokens(grid.value_heads, 1)
         for tile in reversed(grid.tiles):
-            tokens, v = TileTokens(grid, tile, laid), grid.take("v", laid.v, tile)
-            k, beta, decay = tokens.k, tokens.beta, tokens.decay
-            keys = decay.to_end(k, "to end")
-            self._go_back(tile, keys, decay.whole, grads, entering)
+            tokens, v = TileTokens(grid, tile, laid, "k"), grid.take("v", laid.v, tile)
+            beta, decay = tokens.beta, tokens.decay
+            decay.meet(keep=True)
+            self._go_back(tile, decay.to_end(), decay.whole, grads, entering)
             state, value, pairs = grid.at(chain.states, tile), grid.at(chain.values, tile), grid.at(self._pairs, tile)
             leaving = grid.at(back.states, tile, 1)
-            dk = torch.bmm(value, leaving.mT, out=grid.buffer("dk", *k.shape))
-            dk = decay.to_end_backward(keys, dk)
+            dk = torch.bmm(value, leaving.mT, out=grid.buffer("dk", *tokens.k.shape))
             decay.whole_backward(state, leaving)
             y = torch.bmm(self._inverses.pop().mT, grid.at(back.values, tile), out=grid.buffer("out", *v.shape))
-            from_start, dx = decay.from_start(k, "from start"), grid.buffer("dx", *k.shape)
+            dx = grid.buffer("dx", *tokens.k.shape)
             torch.baddbmm(dx, y, state.mT, beta=0, alpha=-1, out=dx)
             below = grid.buffer("grad", *pairs.shape)
             torch.baddbmm(below, y, value.mT, beta=0, alpha=-1, out=below).tril_(-1)
-            dbeta = sum_of_products(grid, y, v) + sum_of_products(grid, dx, from_start)
+            dbeta = sum_of_products(grid, y, v) + sum_of_products(grid, dx, decay.from_start(0))
             grid.put(rates, dbeta.add_(sum_of_products(grid, below, pairs)), tile, add=False)
-            dk += decay.from_start_backward(from_start, dx.mul_(beta))
-            decay.pairs_backward(k, k, pairs, below.mul_(beta), dk, dk)
+            dk = decay.keys_backward(pairs, below.mul_(beta), dx.mul_(beta), dk)
             grid.put(self._dk, dk, tile, add=True)
             grid.put(values, y.mul_(beta), tile, add=False)
             if self._dg is not None and (dg := decay.log_grad()) is not None:
@@ -104,11 +102,6 @@ class ChunkBackward:
 
     def _go_back(self, tile: Tile, keys: Tensor, whole: Tensor | None, leaving: Tensor, entering: Tensor) -> None:
         self._back.go_back(tile, self._grid.at(self._w, tile), keys, whole, leaving, entering)
-
-
-def sum_of_products(grid: Grid, x: Tensor, y: Tensor) -> Tensor:
-    """Of the last dimension, which stays as 1."""
-    return torch.mul(x, y, out=grid.buffer("product", *x.shape)).sum(-1, keepdim=True)
 
 
 class GradientStates:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.ops.delta_rule.decay import Decay, decay_of
+from weft.ops.delta_rule.decay import Decay, ScalarDecay
+from weft.ops.delta_rule.decay_vector import VectorDecay
 from weft.ops.scan.grid import Grid, Tile
 
 
@@ -45,19 +46,37 @@ class Inputs:
 
 
 class TileTokens:
-    """The keys of a tile [n, C, K], beta [n, C, 1] and the decay between its tokens."""
+    """Keys of a tile, and queries if they are ``met``: [n, C, K]; beta [n, C, 1] and the decay between the tokens.
 
-    def __init__(self, grid: Grid, tile: Tile, laid: Inputs) -> None:
+    ``met`` says what meets the keys: "k", "q", "kq" or nothing; `meet` writes their ``pairs`` [n, C, C].
+    """
+
+    def __init__(self, grid: Grid, tile: Tile, laid: Inputs, met: str = "") -> None:
+        self._grid = grid
+        self.pairs = {name: self._square(f"pairs of {name}", tile) for name in met}
         self.k, self.beta = grid.take("k", laid.k, tile), grid.take("beta", laid.beta, tile)
-        self.decay: Decay = decay_of(grid, None if laid.g is None else grid.take("g", laid.g, tile))
+        who = [self.k if name == "k" else grid.take("q", laid.q, tile) for name in met]
+        g = None if laid.g is None else grid.take("g", laid.g, tile)
+        if g is None:
+            self.decay = Decay(grid, self.k, who)
+        else:
+            self.decay = (VectorDecay if g.shape[-1] > 1 else ScalarDecay)(grid, self.k, who, g)
 
-    def solve(self, v: Tensor, one: Tensor, pairs: Tensor, w: Tensor, u: Tensor) -> Tensor:
-        """(I + A)^-1 [n, C, C]; written are the decayed ``pairs`` of keys behind A, ``w`` and ``u``."""
-        triangle = torch.mul(self.decay.pairs(self.k, self.k, out=pairs), self.beta)
+    def _square(self, name: str, tile: Tile) -> Tensor:
+        cells = tile.shape[0] * tile.shape[1] * self._grid.value_heads
+        return self._grid.buffer(name, cells, self._grid.chunk, self._grid.chunk)
+
+    def meet(self, keep: bool = False) -> None:
+        """Write the pairs. ``keep`` what a backward will need."""
+        self.decay.meet(*self.pairs.values(), keep=keep)
+
+    def solve(self, v: Tensor, one: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        """(I + A)^-1 [n, C, C]; ``w`` and ``u`` are written."""
+        triangle = torch.mul(self.pairs["k"], self.beta)
         # By substitution: a series of powers loses everything where keys are alike.
         inverse = torch.linalg.solve_triangular(triangle, one, upper=False, unitriangular=True)
         weighted = torch.mul(inverse, self.beta.mT, out=triangle)
-        torch.bmm(weighted, self.decay.from_start(self.k, "from start"), out=w)
+        torch.bmm(weighted, self.decay.from_start(0), out=w)
         torch.bmm(weighted, v, out=u)
         return inverse
 
@@ -122,21 +141,23 @@ class ChunkForward:
         self._later = grid.tiles if waits else []
         one = grid.identity(grid.chunk)
         for tile in grid.tiles:
-            tokens, v = TileTokens(grid, tile, self._laid), grid.take("v", self._laid.v, tile)
+            tokens, v = TileTokens(grid, tile, self._laid, "k" if waits else "kq"), grid.take("v", self._laid.v, tile)
             w, u = grid.buffer("w", *tokens.k.shape), grid.at(own.values, tile)
-            tokens.solve(v, one, grid.buffer("pairs", len(w), grid.chunk, grid.chunk), w, u)
-            keys = tokens.decay.to_end(tokens.k, "to end")
+            tokens.meet()
+            tokens.solve(v, one, w, u)
+            keys = tokens.decay.to_end()
             for chain in self._chains:
                 chain.advance(tile, w, keys, tokens.decay.whole)
             if not waits:
-                write_outputs(grid, tile, tokens, self._laid.q, self._chains, self._found, scale)
+                write_outputs(grid, tile, tokens, self._chains, self._found, scale)
         self.maps = grid.join_states(self._chains[1].leaving) if enters else None, grid.join_states(own.leaving)
 
     def intra(self) -> None:
         """Outputs as far as they are known, and what the entering state will be multiplied by."""
         for tile in self._later:
-            tokens = TileTokens(self._grid, tile, self._laid)
-            write_outputs(self._grid, tile, tokens, self._laid.q, self._chains, self._found, self._scale)
+            tokens = TileTokens(self._grid, tile, self._laid, "q")
+            tokens.meet()
+            write_outputs(self._grid, tile, tokens, self._chains, self._found, self._scale)
         for chain in self._chains:
             chain.give_back()
         self._o, *left = self._found
@@ -152,13 +173,10 @@ class ChunkForward:
 
 
 def write_outputs(
-    grid: Grid, tile: Tile, tokens: TileTokens, laid_q: Tensor, chains: list[ChunkStates], found: list[Tensor],
-    scale: float,
-) -> None:  # fmt: skip
+    grid: Grid, tile: Tile, tokens: TileTokens, chains: list[ChunkStates], found: list[Tensor], scale: float
+) -> None:
     """What each chain's columns give to the outputs of a tile, into ``found`` on the grid."""
-    q = grid.take("q", laid_q, tile)
-    scores = tokens.decay.pairs(q, tokens.k, out=grid.buffer("pairs", len(q), grid.chunk, grid.chunk))
-    queries = tokens.decay.from_start(q, "from start")
+    scores, queries = tokens.pairs["q"], tokens.decay.from_start(-1)
     for chain, target in zip(chains, found, strict=True):
         states, values = grid.at(chain.states, tile), grid.at(chain.values, tile)
         out = grid.buffer("out", *values.shape)

@@ -77,9 +77,9 @@ class WaitingForward:
         self._chain, self._w = ChunkStates(grid, grid.zero_states()), grid.empty_table(grid.chunk, grid.key_dim)
         one = grid.identity(grid.chunk)
         for tile in grid.tiles:
-            tokens, v = TileTokens(grid, tile, self._laid), grid.take("v", self._laid.v, tile)
-            w, u = grid.at(self._w, tile), grid.at(self._chain.values, tile)
-            tokens.solve(v, one, grid.buffer("pairs", len(w), grid.chunk, grid.chunk), w, u)
+            tokens, v = TileTokens(grid, tile, self._laid, "k"), grid.take("v", self._laid.v, tile)
+            tokens.meet()
+            tokens.solve(v, one, grid.at(self._w, tile), grid.at(self._chain.values, tile))
         self.maps = None, grid.join_states(grid.zero_states())  # which goes nowhere
 
     def intra(self) -> None:
@@ -92,10 +92,10 @@ class WaitingForward:
             chain.start = start
         o = grid.empty_tokens(grid.value_heads, grid.value_dim)
         for tile in grid.tiles:
-            tokens = TileTokens(grid, tile, self._laid)
-            keys = tokens.decay.to_end(tokens.k, "to end")
-            chain.advance(tile, grid.at(self._w, tile), keys, tokens.decay.whole)
-            write_outputs(grid, tile, tokens, self._laid.q, [chain], [o], self._scale)
+            tokens = TileTokens(grid, tile, self._laid, "q")
+            tokens.meet()
+            chain.advance(tile, grid.at(self._w, tile), tokens.decay.to_end(), tokens.decay.whole)
+            write_outputs(grid, tile, tokens, [chain], [o], self._scale)
         chain.give_back()
         grid.give_back(self._w)
         del self._chain, self._w, self._laid
@@ -114,7 +114,8 @@ class WaitingBackward(ChunkBackward):
         leaving, found = grid.zero_states(), grid.zero_states()
         for tile in reversed(grid.tiles):
             tokens = TileTokens(grid, tile, self._laid)
-            super()._go_back(tile, tokens.decay.to_end(tokens.k, "to end"), tokens.decay.whole, leaving, found)
+            tokens.meet()
+            super()._go_back(tile, tokens.decay.to_end(), tokens.decay.whole, leaving, found)
         self.maps = None, grid.join_states(found)
 
     def intra(self) -> None:
