@@ -101,7 +101,7 @@ def test_names_can_be_replaced_in_tests(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 HELP = [
-    [], ["train"], ["demo"], ["sample"], ["report"], ["bench"], ["bench", "scan"], ["bench", "rekls"], ["trace"],
+    [], ["train"], ["demo"], ["sample"], ["report"], ["bench"], ["bench", "scan"], ["bench", "matrix"], ["trace"],
     ["trace", "scan"], ["kernels"],
 ]  # fmt: skip
 PROGRAM = """

@@ -55,8 +55,8 @@ WRITERS = {
     "--json": ["bench", "scan", "--ranks", "2"],
 }
 NETWORK = ["bench", "network", "--latency", "0", "--bandwidth", "1"]
-MORE_WRITERS = [["bench", name] for name in ("linear-attention", "delta-rule", "attention", "rows", "rekls", "step")]
-MORE_WRITERS += [["bench", "train"], ["bench", "rekls", "--quality"], NETWORK, ["kernels"]]
+MORE_WRITERS = [["bench", name] for name in ("linear-attention", "delta-rule", "attention", "rows", "matrix", "step")]
+MORE_WRITERS += [["bench", "train"], ["bench", "matrix", "--quality"], NETWORK, ["kernels"]]
 
 
 @pytest.mark.parametrize("flag", WRITERS)
@@ -120,7 +120,7 @@ NUMBERS = {
     "bench linear-attention --h100-ranks 4 0": "--h100-ranks must be at least 1, got 0",
     "bench delta-rule --heads 0": "--heads must be at least 1, got 0",
     "bench rows --smaller 0": "--smaller must be at least 1, got 0",
-    "bench rekls --widths 8 -8": "--widths must be at least 1, got -8",
+    "bench matrix --widths 8 -8": "--widths must be at least 1, got -8",
     "bench step --warm-steps -1": "--warm-steps must be at least 0, got -1",
     "bench network --latency -1 --bandwidth 1": "latency must be a finite number of seconds >= 0, got -1",
     "bench network --latency 0 --bandwidth 0": "bandwidth must be > 0 a second",

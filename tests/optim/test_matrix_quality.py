@@ -1,4 +1,4 @@
-"""How well the variants train, by the tasks of `weft bench rekls --quality`; the acceptance is in `make soak`."""
+"""How well the variants train, by the tasks of `weft bench matrix --quality`; the acceptance is in `make soak`."""
 
 from __future__ import annotations
 

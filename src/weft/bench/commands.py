@@ -152,20 +152,21 @@ def bench_network(
     run_on_ranks("network", ranks, json, facts, run, Machine(latency, bandwidth), repeats, tokens)
 
 
-def bench_rekls(
+def bench_matrix(
     ranks: Ranks = None, json: Json = None, repeats: int | None = None, warm_steps: int | None = None,
     widths: tuple[int, ...] | None = None, blocks: int | None = None, quality: bool = False, seeds: int | None = None,
     steps: int | None = None,
 ) -> None:  # fmt: skip
-    """One step of REKLS for the matrices of transformer blocks, beside the replicated tensor-parallel algorithm.
+    """One step of each matrix optimizer on transformer blocks, beside the replicated tensor-parallel REKLS.
 
-    CPU time is summed over the ranks; "x less CPU" compares it, sample by sample, with the replicated algorithm on as
-    many ranks (every rank gathers and computes all), or for data x tensor with two replicas that average gradients
-    first. The columns with threads compare the time of the slowest rank with REKLS in one process. Bytes (of the rank
+    CPU time is summed over the ranks; "x less CPU" compares it, sample by sample: of exact and of "stable, every step"
+    (roots made at every step) with the replicated algorithm on as many ranks (every rank gathers and computes all), of
+    stable (roots in turn, every tenth step) with "stable, every step", of data x tensor with two replicas that average
+    gradients first. The columns with threads compare the time of the slowest rank with one process. Bytes (of the rank
     that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
     is its share of the CPU time, "busiest" the busiest rank's eigh over the mean.
 
-    With --quality instead: validation losses of AdamW and both variants on two small tasks, and their conditioning.
+    With --quality instead: validation losses of AdamW and all others on two small tasks, and their conditioning.
 
     Args:
         repeats: Samples of each case (7 if left out).
@@ -191,10 +192,10 @@ def bench_rekls(
     defaults = {"repeats": 7, "warm_steps": 4, "widths": (128, 256), "blocks": 2, "seeds": 5, "steps": 300}
     options: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in given.items()}
     if quality:
-        run_on_ranks("rekls --quality", ranks, json, options, quality_of.run, **options)
+        run_on_ranks("matrix --quality", ranks, json, options, quality_of.run, **options)
     else:
         facts = {name: options[name] for name in ("repeats", "warm_steps", "blocks")}
-        run_on_ranks("rekls", ranks, json, facts, matrix.run, **options)
+        run_on_ranks("matrix", ranks, json, facts, matrix.run, **options)
 
 
 def bench_step(
@@ -273,7 +274,7 @@ BENCHES: dict[str, Callable[..., None]] = {
     "delta-rule": bench_delta_rule,
     "attention": bench_attention,
     "rows": bench_rows,
-    "rekls": bench_rekls,
+    "matrix": bench_matrix,
     "step": bench_step,
     "network": bench_network,
     "train": bench_train,

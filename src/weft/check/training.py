@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
@@ -60,16 +60,25 @@ def _ids_of(axis: Axis) -> list[Tensor]:
 
 
 def optimizer_cases() -> Iterator[Case]:
-    """A step of each optimizer; REKLS in fp64, whose eigenvectors otherwise show the rounding of the device."""
-    yield Case("optimizers", "ShardedAdamW", partial(_step, "adamw"), torch.float32, 1)
-    yield Case("optimizers", "REKLS (exact)", partial(_step, "exact"), torch.float64, 1)
-    yield Case("optimizers", "REKLS (stable)", partial(_step, "stable"), torch.float64, 1)
+    """A step of each optimizer; matrices in fp64: eigenvectors otherwise show the rounding of the device."""
+    yield Case("optimizers", "ShardedAdamW", partial(_step, None), torch.float32, 1)
+    for name, make in _MATRIX_OPTIMIZERS.items():
+        yield Case("optimizers", name, partial(_step, make), torch.float64, 1)
     yield Case("optimizers", "OverlappedStep (clip)", _overlapped_step, torch.float64, 1)
 
 
-def _step(kind: str, axis: Axis, device: torch.device) -> Work:
-    """Of data-parallel ranks, each with gradients of its own."""
-    dtype = torch.float32 if kind == "adamw" else torch.float64
+_MATRIX_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "REKLS (exact)": partial(weft.optim.REKLS, variant="exact"),
+    "REKLS (stable)": partial(weft.optim.REKLS, root_every=2, dense_steps=1),
+    "SOAP": partial(weft.optim.SOAP, root_every=2),
+    "Muon": partial(weft.optim.Muon, ns_dtype=torch.float32),
+    "NorMuon": partial(weft.optim.NorMuon, ns_dtype=torch.float32),
+}
+
+
+def _step(make: Callable[..., torch.optim.Optimizer] | None, axis: Axis, device: torch.device) -> Work:
+    """Of data-parallel ranks, each with gradients of its own; by ShardedAdamW, or what ``make`` makes."""
+    dtype = torch.float32 if make is None else torch.float64
     weights = _weights(device, dtype)
     gradients = [
         [
@@ -80,10 +89,10 @@ def _step(kind: str, axis: Axis, device: torch.device) -> Work:
     ]
     named, number = list(weights.items()), count()
     optimizer: torch.optim.Optimizer
-    if kind == "adamw":
+    if make is None:
         optimizer = weft.optim.ShardedAdamW(named, lr=0.1, group=axis)
     else:
-        optimizer = weft.optim.REKLS(named, lr=0.1, variant=kind, data_group=axis)
+        optimizer = make(named, lr=0.1, data_group=axis)
 
     def work() -> list[Tensor]:
         for weight, gradient in zip(weights.values(), gradients[next(number) % _BATCHES], strict=True):

@@ -1,4 +1,4 @@
-"""`weft bench rekls`: steps of a matrix optimizer on transformer blocks, beside the replicated algorithm.
+"""`weft bench matrix`: steps of a matrix optimizer on transformer blocks, beside the replicated algorithm.
 
 Each rank of data x tensor ranks holds its shards of the blocks, which one optimizer steps.
 """
@@ -16,33 +16,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.bench.matrix.methods import OPTIMIZERS
 from weft.bench.matrix.replicated import ReplicatedREKLS
 from weft.bench.ranks import Measured, RankPool, fill_table, highest_megabytes, ratio
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, Sample, measure_each, use_threads
 from weft.comm import Axis
-from weft.optim import REKLS
+from weft.optim import StepPart
+
+
+def _less_cpu(measured: Measured) -> float | None:
+    """How many times less CPU than its baseline, if it has one."""
+    baseline = METHODS[measured.case].baseline
+    return ratio(measured.cpu(baseline), measured.cpu()) if baseline else None
+
 
 SHAPES = ((3, 1, 0), (1, 1, 1), (4, 1, 0), (1, 4, 1))  # qkv, projection, up, down: rows, columns (x h), cut along
 COLUMNS = (
     Column("case", "width"),
     Column("method", "method"),
     Column("cpu_milliseconds", "CPU ms", "{:,.0f}"),
-    Column("less_cpu", "x less CPU", "{:.2f}", lambda m: ratio(m.cpu(METHODS[m.case].baseline), m.cpu())),
+    Column("less_cpu", "x less CPU", "{:.2f}", _less_cpu),
     Column("milliseconds", "wall ms", "{:,.0f}"),
     Column("to_one_thread", "x 1 thread", "{:.2f}", lambda m: m.faster_than(METHODS[m.case].serial + "1 thread")),
     Column("to_two_threads", "x 2 threads", "{:.2f}", lambda m: m.faster_than(METHODS[m.case].serial + "2 threads")),
     Column("megabytes", "MB sent", "{:,.2f}"),
     Column("state_megabytes", "MB state", "{:,.1f}"),
     Column("eigh_share", "eigh", "{:.0%}", lambda m: ratio(list(map(sum, _eigh(m))), m.cpu())),
-    Column("busiest", "busiest", "{:.2f}", lambda m: statistics.median(max(s) * len(s) / sum(s) for s in _eigh(m))),
+    Column("busiest", "busiest", "{:.2f}", lambda m: _busiest(_eigh(m))),
     Column("samples", None),
 )
 
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer ("replicated", or a variant of `REKLS`) on the first data x tensor ranks.
+    """An optimizer ("replicated", or one of ``OPTIMIZERS``) on the first data x tensor ranks.
 
     ``averaged_first``: gradients are averaged over the data ranks by an all-reduce, then every replica steps alone.
     ``baseline``: the method whose CPU its own is compared with. ``serial``: how the names begin of those whose time is.
@@ -73,14 +81,17 @@ class Run:
         self.shapes = [(rows * width, columns * width, dim) for rows, columns, dim in SHAPES * blocks]
         weights = self._shards(torch.Generator().manual_seed(0), scale=0.02)
         self.parameters = [(torch.nn.Parameter(one), dim) for one, (*_, dim) in zip(weights, self.shapes, strict=True)]
-        self.optimizer: ReplicatedREKLS | REKLS
+        self.optimizer: ReplicatedREKLS | StepPart
         if method.optimizer == "replicated":
             self.optimizer = ReplicatedREKLS(self.parameters, 0.01, self.tensor_axis)
         else:
             cuts = {dim: [weight for weight, cut in self.parameters if cut == dim] for dim in (0, 1)}
             groups = [{"params": weights, "partition_dim": dim} for dim, weights in cuts.items()]
             data = None if method.averaged_first else self.data_axis
-            self.optimizer = REKLS(groups, 0.01, variant=method.optimizer, group=self.tensor_axis, data_group=data)
+            # Steps after the dense ones, which a long run has few of.
+            own = {"dense_steps": 0} if method.optimizer == "stable" else {}
+            make = OPTIMIZERS[method.optimizer]
+            self.optimizer = make(groups, lr=0.01, group=self.tensor_axis, data_group=data, **own)
 
     def _shards(self, make: torch.Generator, scale: float = 1.0) -> list[Tensor]:
         shards = []
@@ -171,15 +182,18 @@ def inspect(axis: Axis) -> dict[str, int]:
 def _methods() -> Iterator[Method]:
     for size in (2, 4):
         yield Method(f"replicated, tensor {size}", "replicated", tensor=size)
-    for variant in ("exact", "stable"):
-        serial, replicas = f"{variant}, serial, ", f"{variant}, 2 replicas of tensor 2"
-        yield Method(serial + "1 thread", variant, threads=1)
-        yield Method(serial + "2 threads", variant, threads=2)
+    for name in OPTIMIZERS:
+        serial, replicas = f"{name}, serial, ", f"{name}, 2 replicas of tensor 2"
+        yield Method(serial + "1 thread", name, threads=1)
+        yield Method(serial + "2 threads", name, threads=2)
         for size in (2, 4):
-            baseline = f"replicated, tensor {size}"
-            yield Method(f"{variant}, tensor {size}", variant, tensor=size, baseline=baseline, serial=serial)
-        yield Method(replicas, variant, data=2, tensor=2, averaged_first=True)
-        yield Method(f"{variant}, data 2 x tensor 2", variant, data=2, tensor=2, baseline=replicas)
+            # Rare roots beside roots at every step, these and the published update beside the replicated algorithm.
+            other = {"stable": f"stable, every step, tensor {size}", "exact": f"replicated, tensor {size}"}
+            baseline = other.get(name, other["exact"] if name == "stable, every step" else "")
+            yield Method(f"{name}, tensor {size}", name, tensor=size, baseline=baseline, serial=serial)
+        if name in ("exact", "stable"):
+            yield Method(replicas, name, data=2, tensor=2, averaged_first=True)
+            yield Method(f"{name}, data 2 x tensor 2", name, data=2, tensor=2, baseline=replicas)
 
 
 METHODS: dict[str, Method] = {method.name: method for method in _methods()}
@@ -187,18 +201,24 @@ METHODS: dict[str, Method] = {method.name: method for method in _methods()}
 
 def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, widths: tuple[int, ...], blocks: int) -> None:
     """Measure, adding the rows of a width as soon as it is done. Methods take turns; ranks without work wait."""
-    title = f"one step of REKLS for {blocks} transformer blocks on up to {pool.size} ranks"
-    report.tables["rekls"] = Layout(title, COLUMNS)
+    title = f"one step for {blocks} transformer blocks on up to {pool.size} ranks"
+    report.tables["matrix"] = Layout(title, COLUMNS)
     names = [name for name, method in METHODS.items() if method.ranks <= pool.size]
-    with report.progress(len(widths) * repeats, "rekls") as advance:
+    with report.progress(len(widths) * repeats, "matrix") as advance:
         for width in widths:
             pool.run(prepare, names, width, blocks, warm_steps)
             state = pool.run(inspect)
             sizes = {name: highest_megabytes(rank.get(name) for rank in state) for name in names}
             facts = {name: {"case": f"h {width}", "method": name, "state_megabytes": sizes[name]} for name in names}
-            fill_table(report, "rekls", partial(pool.run, sample, names), repeats, advance, facts)
+            fill_table(report, "matrix", partial(pool.run, sample, names), repeats, advance, facts)
 
 
 def _eigh(measured: Measured) -> list[list[float]]:
     """[turn][rank]."""
     return [[rank.result for rank in turn] for turn in measured.of()]
+
+
+def _busiest(seconds: list[list[float]]) -> float | None:
+    """Of [turn][rank]: the busiest rank's over the mean, in turns that decompose anything."""
+    found = [max(turn) * len(turn) / sum(turn) for turn in seconds if sum(turn)]
+    return statistics.median(found) if found else None

@@ -1,8 +1,8 @@
-"""`weft bench rekls --quality`: how well AdamW, exact and stable REKLS train, and how well conditioned they are.
+"""`weft bench matrix --quality`: how well AdamW and the matrix optimizers train, and how well conditioned they are.
 
 Every method has its own grid of rates and every rate some seeds; a method is judged by its best rate. Matrices between
-hidden layers are stepped by the method. For both variants of REKLS the rest (embeddings, head, norms, biases) is
-stepped by AdamW at one fixed rate, inside the same optimizer. Betas (0.9, 0.95) and weight decay 0.01 everywhere.
+hidden layers are stepped by the method. For matrix optimizers the rest (embeddings, head, norms, biases) is stepped by
+AdamW at one fixed rate, inside the same optimizer. Betas (0.9, 0.95) and weight decay 0.01 everywhere.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from weft.bench.matrix.methods import OPTIMIZERS
 from weft.bench.matrix.tasks import TASKS
 from weft.bench.ranks import RankPool
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import use_threads
 from weft.comm import Axis
-from weft.optim import REKLS
 
-METHODS = ("AdamW", "exact", "stable")
-OTHERS_RATE = 0.003  # of what is no matrix between hidden layers, where a variant of REKLS steps the matrices
+METHODS = ("AdamW", *OPTIMIZERS)
+OTHERS_RATE = 0.003  # of what is no matrix between hidden layers, where a matrix optimizer steps those
 RATES: dict[tuple[str, str], tuple[float, ...]] = {
     **dict.fromkeys((("teacher-student", method) for method in METHODS), (0.005, 0.01, 0.02, 0.04, 0.08)),
     ("language model", "AdamW"): (0.001, 0.002, 0.004, 0.008),
+    **dict.fromkeys((("language model", name) for name in ("Muon", "NorMuon")), (0.003, 0.006, 0.012, 0.024)),
+    ("language model", "SOAP"): (0.001, 0.003, 0.006, 0.012),
     ("language model", "exact"): (0.001, 0.0025, 0.006, 0.015),
-    ("language model", "stable"): (0.006, 0.012, 0.02, 0.03),
+    **dict.fromkeys(
+        (("language model", name) for name in ("stable, every step", "stable")), (0.006, 0.012, 0.02, 0.03)
+    ),
 }
 SHAPE, PERTURBED_STEPS, PERTURBATION = (64, 128), 20, 1e-6
 
@@ -43,6 +47,8 @@ COLUMNS = (
     Column("highest", "highest", "{:.4f}"),
     Column("to_adamw", "- AdamW", "{:+.4f}"),
     Column("cpu_milliseconds", "CPU ms a step", "{:.1f}"),
+    Column("run_seconds", "CPU s a run", "{:.1f}"),
+    Column("cpu_to_adamw", "x AdamW", "{:.2f}"),
     Column("shown", "medians by rate"),
 )
 CONDITIONING = (
@@ -80,10 +86,10 @@ def run(pool: RankPool, report: Report, seeds: int, steps: int) -> None:
     )
     report.tables["conditioning"] = Layout(title, CONDITIONING)
     total = seeds * sum(len(rates) for rates in RATES.values())
-    with report.progress(total, "rekls quality") as advance:
+    with report.progress(total, "matrix quality") as advance:
         for row in pool.run(perturb, METHODS)[0]:
             report.add("conditioning", row)
-        best: dict[tuple[str, str], float] = {}
+        of_adamw: dict[str, dict[str, Any]] = {}
         for (task, method), rates in RATES.items():
             jobs = [Job(task, method, rate, seed, steps) for rate in rates for seed in range(seeds)]
             done: dict[float, list[Outcome]] = defaultdict(list)
@@ -96,15 +102,18 @@ def run(pool: RankPool, report: Report, seeds: int, steps: int) -> None:
             finally:  # Ctrl-C keeps the rates that are done
                 whole = {rate: outcomes for rate, outcomes in done.items() if len(outcomes) == seeds}
                 if whole:
-                    row = _row(task, method, whole, best.get((task, "AdamW")))
-                    best[task, method] = row["loss"]
+                    row = _row(task, method, steps, whole, of_adamw.get(task))
+                    of_adamw.setdefault(task, row)  # the first of its methods
                     report.add("quality", row)
 
 
-def _row(task: str, method: str, done: dict[float, list[Outcome]], adamw: float | None) -> dict[str, Any]:
+def _row(
+    task: str, method: str, steps: int, done: dict[float, list[Outcome]], adamw: dict[str, Any] | None
+) -> dict[str, Any]:
     medians = {rate: statistics.median(outcome.loss for outcome in outcomes) for rate, outcomes in done.items()}
     rate = min(medians, key=medians.__getitem__)
     losses = [outcome.loss for outcome in done[rate]]
+    cpu = 1e3 * statistics.median(one.cpu for outcomes in done.values() for one in outcomes)
     return {
         "case": task,
         "method": method,
@@ -112,8 +121,10 @@ def _row(task: str, method: str, done: dict[float, list[Outcome]], adamw: float 
         "loss": medians[rate],
         "lowest": min(losses),
         "highest": max(losses),
-        "to_adamw": None if adamw is None else medians[rate] - adamw,
-        "cpu_milliseconds": 1e3 * statistics.median(one.cpu for outcomes in done.values() for one in outcomes),
+        "to_adamw": None if adamw is None else medians[rate] - adamw["loss"],
+        "cpu_milliseconds": cpu,
+        "run_seconds": cpu * steps / 1e3,
+        "cpu_to_adamw": None if adamw is None else cpu / adamw["cpu_milliseconds"],
         "shown": ", ".join(f"{at:g}: {median:.4f}" for at, median in medians.items()),
         "losses": {str(at): [outcome.loss for outcome in outcomes] for at, outcomes in done.items()},
     }
@@ -147,7 +158,7 @@ def make_optimizer(
     groups: list[dict[str, Any]] = [{"params": matrices}]
     if others:
         groups.append({"params": others, "algorithm": "adamw", "lr": OTHERS_RATE})
-    return REKLS(groups, rate, variant=method, group=axis.subset([axis.rank]), on_nonfinite="skip")
+    return OPTIMIZERS[method](groups, lr=rate, group=axis.subset([axis.rank]), on_nonfinite="skip")
 
 
 def perturb(axis: Axis, methods: Sequence[str]) -> list[dict[str, Any]]:

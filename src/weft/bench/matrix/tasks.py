@@ -1,4 +1,4 @@
-"""Two small training tasks for `weft bench rekls --quality`, each made anew from a seed.
+"""Two small training tasks for `weft bench matrix --quality`, each made anew from a seed.
 
 - teacher-student: an MLP 16-32-32-8 with tanh learns another one of its shape; squared error on 2,048 other inputs.
 - language model: bytes of Python's standard library; 2 layers of width 64 with 4 heads, context 64, batch 16; every
