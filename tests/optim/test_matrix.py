@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from published import Published
@@ -38,10 +41,20 @@ def test_alone_it_is_the_published_update(method: str, dtype: torch.dtype, shape
     assert torch.equal(optimizer.state[parameter]["L"], wanted.L)
 
 
+def cases_of(*rows: Any, quick: Any) -> list[Any]:
+    """Every rule with every row; in `make test` the published update with all, the others with the ``quick`` one."""
+    return [
+        pytest.param(rule, *row, marks=[] if rule == "exact" or row == quick else pytest.mark.slow)
+        for rule in RULES
+        for row in rows
+    ]
+
+
 @pytest.mark.usefixtures("every_network")
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "size", "uneven"),
+    cases_of(*itertools.product((1, 2, 3, 4), (False, True)), quick=(3, True)),
+)
 def test_over_ranks_it_has_the_bits_of_one(rule: str, size: int, uneven: bool) -> None:
     wanted = train_alone(10, rule=rule)
     found = virtual_world(size).run(lambda axis: train_over(axis, 10, uneven, rule=rule)).results
@@ -69,11 +82,11 @@ def rows_and_columns(axis: weft.Axis, data: int, tensor: int) -> tuple[weft.Axis
 
 
 @pytest.mark.usefixtures("every_network")
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize(
-    ("rule", "method"), [("exact", "decoupled"), *((rule, "l2" if rule == "exact" else "decoupled") for rule in RULES)]
+    ("rule", "data", "tensor", "method"),
+    cases_of(*itertools.product((2, 3), (1, 2), ("decoupled", "l2")), (2, 3, "l2"), quick=(3, 2, "decoupled")),
 )
-def test_data_by_tensor_is_one_on_averaged_gradients(data: int, tensor: int, rule: str, method: str) -> None:
+def test_data_by_tensor_is_one_on_averaged_gradients(rule: str, data: int, tensor: int, method: str) -> None:
     options = {"rule": rule, "weight_decay_method": method}
     wanted = train_alone(10, data, **options)
 

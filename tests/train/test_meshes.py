@@ -67,7 +67,7 @@ def test_other_settings(changes: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_the_published_variant_trains_too() -> None:
-    """It does not follow one process: see docs/rekls.md."""
+    """It does not follow one process: see docs/matrix_optimizers.md."""
     assert train_virtually(1, 2, variant="exact")[0][-1] < 0.9 * alone()[0]
 
 

@@ -155,7 +155,7 @@ def bench_network(
 def bench_matrix(
     ranks: Ranks = None, json: Json = None, repeats: int | None = None, warm_steps: int | None = None,
     widths: tuple[int, ...] | None = None, blocks: int | None = None, quality: bool = False, seeds: int | None = None,
-    steps: int | None = None,
+    steps: int | None = None, methods: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
     """One step of each matrix optimizer on transformer blocks, beside the replicated tensor-parallel REKLS.
 
@@ -176,6 +176,7 @@ def bench_matrix(
         quality: Train instead, one run on each rank at a time: the runs share nothing.
         seeds: With --quality: runs for each rate (5 if left out); the median counts.
         steps: With --quality: steps of a run (300 if left out).
+        methods: Only those whose names begin so, for example stable.
     """
     speed = {"repeats": repeats, "warm_steps": warm_steps, "widths": widths, "blocks": blocks}
     training = {"seeds": seeds, "steps": steps}
@@ -192,10 +193,10 @@ def bench_matrix(
     defaults = {"repeats": 7, "warm_steps": 4, "widths": (128, 256), "blocks": 2, "seeds": 5, "steps": 300}
     options: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in given.items()}
     if quality:
-        run_on_ranks("matrix --quality", ranks, json, options, quality_of.run, **options)
+        run_on_ranks("matrix --quality", ranks, json, options, quality_of.run, methods=methods, **options)
     else:
         facts = {name: options[name] for name in ("repeats", "warm_steps", "blocks")}
-        run_on_ranks("matrix", ranks, json, facts, matrix.run, **options)
+        run_on_ranks("matrix", ranks, json, facts, matrix.run, methods=methods, **options)
 
 
 def bench_step(

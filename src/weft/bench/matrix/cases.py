@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.bench.matrix.methods import OPTIMIZERS
+from weft.bench.matrix.methods import OPTIMIZERS, begins_so
 from weft.bench.matrix.replicated import ReplicatedREKLS
 from weft.bench.ranks import Measured, RankPool, fill_table, highest_megabytes, ratio
 from weft.bench.report import Column, Layout, Report
@@ -199,11 +199,14 @@ def _methods() -> Iterator[Method]:
 METHODS: dict[str, Method] = {method.name: method for method in _methods()}
 
 
-def run(pool: RankPool, report: Report, repeats: int, warm_steps: int, widths: tuple[int, ...], blocks: int) -> None:
+def run(
+    pool: RankPool, report: Report, repeats: int, warm_steps: int, widths: tuple[int, ...], blocks: int,
+    methods: tuple[str, ...],
+) -> None:  # fmt: skip
     """Measure, adding the rows of a width as soon as it is done. Methods take turns; ranks without work wait."""
     title = f"one step for {blocks} transformer blocks on up to {pool.size} ranks"
     report.tables["matrix"] = Layout(title, COLUMNS)
-    names = [name for name, method in METHODS.items() if method.ranks <= pool.size]
+    names = [name for name in begins_so(METHODS, methods) if METHODS[name].ranks <= pool.size]
     with report.progress(len(widths) * repeats, "matrix") as advance:
         for width in widths:
             pool.run(prepare, names, width, blocks, warm_steps)

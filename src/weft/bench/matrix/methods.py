@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,3 +17,15 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "stable, every step": partial(REKLS, root_every=1),
     "stable": REKLS,
 }
+
+
+def begins_so(names: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
+    """Those of ``names`` that begin with one of ``beginnings``; all, if there is none.
+
+    >>> begins_so(["Muon", "exact", "stable"], ("M", "st"))
+    ['Muon', 'stable']
+    """
+    found = [name for name in names if not beginnings or name.startswith(beginnings)]
+    if not found:
+        raise ValueError(f"no method's name begins with {' or '.join(beginnings)}; there are {', '.join(names)}")
+    return found

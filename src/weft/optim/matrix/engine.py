@@ -15,9 +15,10 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.optim.matrix.plan import Plan
-from weft.optim.matrix.rule import EigenError, Settings
+from weft.optim.matrix.rule import EigenError, Settings, find_group_fault
 from weft.optim.owners import Bucket, Held, OwnedPart, Place, Transfer
-from weft.optim.step.compare import Examined
+from weft.optim.step.compare import Examined, join_faults
+from weft.optim.step.part import first_group_fault
 from weft.parallel.dtensor import local_gradient, local_of
 
 BUCKET_BYTES = 8 << 20  # of gradients that an owner gets in a bucket, at most about: nothing hides the first and last
@@ -57,11 +58,19 @@ class MatrixEngine(OwnedPart):
     _bucket_bytes: int | None
     _under_way: list[TaskBucket]
     label: str  # the optimizer's name, in errors and messages
+    _rank: int  # what this rank is called in errors
     settings_kind: type[Settings]
 
+    def find_own_fault(self, group: dict[str, Any]) -> Exception | None:
+        """What is wrong with the options of a group that only this optimizer has."""
+        return None
+
     def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
-        """What is wrong with the numbers of groups."""
-        raise NotImplementedError
+        """What is wrong with the numbers and options of groups."""
+        return first_group_fault(self.label, groups, self._find_group_fault, self._rank)
+
+    def _find_group_fault(self, group: dict[str, Any]) -> Exception | None:
+        return join_faults([find_group_fault(self.label, group), self.find_own_fault(group)])
 
     # The verbs of a part.
 

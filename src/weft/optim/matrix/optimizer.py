@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.comm.arguments import at, find_choice_fault, find_flag_fault, find_integer_fault, read, show
+from weft.comm.arguments import at, read, show
 from weft.comm.device import outside_autocast
 from weft.comm.wire import SoloWire
 from weft.errors import as_fault
@@ -19,9 +19,9 @@ from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tenso
 from weft.optim.matrix.engine import MatrixEngine
 from weft.optim.matrix.placement import find_boxes, find_placements
 from weft.optim.matrix.plan import Piece, Placement, Plan, Planner, is_matrix
-from weft.optim.matrix.rule import DECAY_METHODS, Rule, Settings
+from weft.optim.matrix.rule import Rule, Settings
 from weft.optim.step.compare import gather_verdict, join_faults
-from weft.optim.step.part import find_kind_fault, find_listed_twice, find_option_fault, first_group_fault
+from weft.optim.step.part import find_listed_twice, find_option_fault
 from weft.optim.step.state import agree_to_load, find_state_fault, first_count, take_apart
 from weft.parallel.dtensor import is_dtensor, local_of
 
@@ -62,10 +62,6 @@ class MatrixOptimizer(MatrixEngine):
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """What steps the matrices of a group."""
         raise NotImplementedError(f"{type(self).__name__} has no rule_of")
-
-    def find_own_fault(self, group: dict[str, Any]) -> Exception | None:
-        """What is wrong with the options of a group that only this optimizer has."""
-        return None
 
     def _begin(self, tensor_axis: Axis, data_axis: Axis | None) -> None:
         self._tensor_axis, self._data_axis = tensor_axis, data_axis
@@ -123,38 +119,6 @@ class MatrixOptimizer(MatrixEngine):
         for piece, plan in zip(pieces, plans, strict=True):
             self._plans[piece.parameter].append(plan)
         self._buckets = None
-
-    def _find_fault(self, groups: list[dict[str, Any]]) -> Exception | None:
-        """What is wrong with the numbers and options of groups."""
-        return first_group_fault(self.label, groups, self._find_group_fault, self._rank)
-
-    def _find_group_fault(self, group: dict[str, Any]) -> Exception | None:
-        """All that is wrong with a group's numbers and options, if anything."""
-        label = self.label
-        if fault := find_kind_fault(label, group, "eps", "weight_decay"):
-            return fault
-        lr, eps, decay = float(group["lr"]), group["eps"], group["weight_decay"]
-        (b1, b2), dim, split = group["betas"], group["partition_dim"], group["split"]
-        faults: list[Exception | None] = []
-        if not all(0 <= value < float("inf") for value in (lr, eps, decay)):
-            words = f"lr, eps and weight_decay must be finite and not negative, got {lr}, {eps} and {decay}"
-            faults.append(ValueError(f"{label}: {words}"))
-        if not all(0 <= beta < 1 for beta in (b1, b2)):
-            faults.append(ValueError(f"{label}: betas must be in [0, 1), got ({b1}, {b2})"))
-        known = {"weight_decay_method": DECAY_METHODS, "algorithm": (label.lower(), "adamw")}
-        faults += [find_choice_fault(label, name, group[name], None, choices) for name, choices in known.items()]
-        faults += [find_flag_fault(label, name, group[name], None) for name in ("flatten", "stacked", "cautious")]
-        if group["cautious"] is True and group["weight_decay_method"] == "l2":
-            faults.append(ValueError(f"{label}: cautious says which weights decay; with l2 none do, gradients do"))
-        dims = (0, 1, 2) if group["stacked"] is True else (0, 1)
-        if dim is not None and (find_integer_fault(label, "partition_dim", dim, None) or dim not in dims):
-            words = f"{', '.join(map(str, dims))} or None, got {show(dim)}"
-            faults.append(ValueError(f"{label}: partition_dim must be {words}"))
-        if group["block_dim"] is not None:
-            faults.append(find_integer_fault(label, "block_dim", group["block_dim"], None, least=1))
-        for size in split if isinstance(split, tuple | list) else [] if split is None else [split]:
-            faults.append(find_integer_fault(label, "split", size, None, least=1))
-        return join_faults([*faults, self.find_own_fault(group)])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._axes:

@@ -27,10 +27,10 @@ class _Settings(FactorSettings):
 
 
 class REKLS(MatrixOptimizer):
-    """SOAP in the eigenbases of KL-Shampoo's factors, for matrices; AdamW for the rest.
+    """Matrices whitened by KL-Shampoo's factors (stable), or SOAP in their eigenbases (exact); AdamW for the rest.
 
     Each matrix has an owner among the ranks. Gradients go to owners, owners work, updates come back: one
-    eigendecomposition for each factor and step in the whole world.
+    decomposition for each factor that is due in the whole world.
 
     | parameter                              | placement                     | what crosses ranks                 |
     |----------------------------------------|-------------------------------|------------------------------------|
@@ -44,11 +44,16 @@ class REKLS(MatrixOptimizer):
     all that plain data-parallel training needs. Without it gradients must be averaged already. Shards may be uneven or
     empty. Ranks must start with the same weights: the first step compares them.
 
-    ``variant``: "exact" is the published update, "stable" a well-conditioned one (docs/rekls.md): data- and context-
-    parallel runs can follow a single process only with "stable". ``weight_decay_method``: "decoupled", "independent",
-    "l2" or "palm". A side over ``max_factor_dim`` is not factored. Parameters of one dimension, and those of a group
-    with ``"algorithm": "adamw"``, are stepped by AdamW. Further keys of a group: ``partition_dim``, and ``flatten`` for
-    parameters of more than two dimensions (the first by all others).
+    ``variant``: "stable" is weft's own well-conditioned update, "exact" the published one (docs/matrix_optimizers.md);
+    data- and context-parallel runs can follow a single process only with "stable". ``root_every``: at how many steps a
+    factor is decomposed (stable: 10, exact: 1, the published), the factors of all matrices in turn, and all of them at
+    the first ``dense_steps`` steps. A side over ``max_factor_dim`` is not factored. ``weight_decay_method``:
+    "decoupled", "independent", "l2" or "palm"; ``cautious``: only elements decay that the update moves towards zero.
+
+    Parameters of one dimension, and those of a group with ``"algorithm": "adamw"``, are stepped by AdamW. Further keys
+    of a group: ``partition_dim``; ``flatten`` (parameters of more dimensions are matrices of the first by all others)
+    or ``stacked`` (of three dimensions: a matrix for each index of the first); ``split`` and ``block_dim``, which cut a
+    matrix into parts that are stepped as matrices of their own: rows into these sizes, sides to at most this length.
 
     A gradient that is not finite or a failed decomposition (after a second try in fp64) leaves weights and state as
     they were, on all ranks: the step raises, or with ``on_nonfinite="skip"`` is passed over and logged.
@@ -56,7 +61,7 @@ class REKLS(MatrixOptimizer):
     `start`, `work` and `finish` are the three parts of a `step`, for those who want to do other things in between.
 
     >>> model = torch.nn.Linear(4, 3)
-    >>> optimizer = REKLS(model.parameters(), lr=0.01, variant="stable")
+    >>> optimizer = REKLS(model.parameters(), lr=0.01)
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """

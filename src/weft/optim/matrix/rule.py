@@ -16,9 +16,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from weft.comm.arguments import find_integer_fault, find_number_fault
+from weft.comm.arguments import find_choice_fault, find_flag_fault, find_integer_fault, find_number_fault, show
 from weft.comm.device import runs_behind
 from weft.optim.step.compare import join_faults
+from weft.optim.step.part import find_kind_fault
 
 # A matrix of smaller entries, its sides shorter than 2^23, has products and squares that are finite.
 LARGEST = {torch.float32: 2.0**40, torch.float64: 2.0**488}
@@ -96,6 +97,34 @@ class FactorSettings(Settings):
     def keep_factor(self, number: int) -> float:
         """b_t: what the ``number``-th step leaves of a factor, with bias correction."""
         return 1 - (1 - self.shampoo_beta) / (1 - self.shampoo_beta**number)
+
+
+def find_group_fault(label: str, group: dict[str, Any]) -> Exception | None:
+    """All that is wrong with the numbers and options of a group that every matrix optimizer has, if anything."""
+    if fault := find_kind_fault(label, group, "eps", "weight_decay"):
+        return fault
+    lr, eps, decay = float(group["lr"]), group["eps"], group["weight_decay"]
+    (b1, b2), dim, split = group["betas"], group["partition_dim"], group["split"]
+    faults: list[Exception | None] = []
+    if not all(0 <= value < float("inf") for value in (lr, eps, decay)):
+        words = f"lr, eps and weight_decay must be finite and not negative, got {lr}, {eps} and {decay}"
+        faults.append(ValueError(f"{label}: {words}"))
+    if not all(0 <= beta < 1 for beta in (b1, b2)):
+        faults.append(ValueError(f"{label}: betas must be in [0, 1), got ({b1}, {b2})"))
+    known = {"weight_decay_method": DECAY_METHODS, "algorithm": (label.lower(), "adamw")}
+    faults += [find_choice_fault(label, name, group[name], None, choices) for name, choices in known.items()]
+    faults += [find_flag_fault(label, name, group[name], None) for name in ("flatten", "stacked", "cautious")]
+    if group["cautious"] is True and group["weight_decay_method"] == "l2":
+        faults.append(ValueError(f"{label}: cautious says which weights decay; with l2 none do, gradients do"))
+    dims = (0, 1, 2) if group["stacked"] is True else (0, 1)
+    if dim is not None and (find_integer_fault(label, "partition_dim", dim, None) or dim not in dims):
+        words = f"{', '.join(map(str, dims))} or None, got {show(dim)}"
+        faults.append(ValueError(f"{label}: partition_dim must be {words}"))
+    if group["block_dim"] is not None:
+        faults.append(find_integer_fault(label, "block_dim", group["block_dim"], None, least=1))
+    for size in split if isinstance(split, tuple | list) else [] if split is None else [split]:
+        faults.append(find_integer_fault(label, "split", size, None, least=1))
+    return join_faults(faults)
 
 
 def find_factor_fault(label: str, group: dict[str, Any]) -> Exception | None:
