@@ -76,6 +76,7 @@ def test_parts_are_stepped_as_matrices_of_their_own(rule: str, cut: str) -> None
         ((9, 6), {"block_dim": 0}, "block_dim must be at least 1, got 0"),
         ((2, 9, 6), {}, "flatten=True .* stacked=True .* algorithm='adamw'"),
         ((2, 2, 9, 6), {"stacked": True}, "has 4 dimensions"),
+        ((2, 9, 6), {"stacked": True, "flatten": True}, "flatten and stacked say different things"),
     ],
 )
 def test_cuts_that_do_not_fit_are_refused_on_every_rank(shape: tuple[int, ...], options: dict, words: str) -> None:

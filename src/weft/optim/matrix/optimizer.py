@@ -159,10 +159,12 @@ class MatrixOptimizer(MatrixEngine):
     def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any] | None]]:
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, now in zip(groups, self.param_groups, strict=False):
-            if changed := [name for name in _CUTTING if group.get(name, now[name]) != now[name]]:
+            changed = [name for name in _CUTTING if _plain(group.get(name, now[name])) != _plain(now[name])]
+            if changed:
                 words = ", ".join(f"{name}={group[name]}, not {now[name]}" for name in changed)
                 raise ValueError(f"{self.label}: the state was saved with {words}")
-            group.update({name: now[name] for name in now if name in _PLACING or name not in group})
+            missing = set(self.defaults) - set(group)  # of states that earlier versions saved
+            group.update({name: now[name] for name in (*_PLACING, *missing)})
         return take_apart(self, state_dict, groups)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -199,6 +201,11 @@ def _cut(
         )
         for at, box in enumerate(boxes)
     ]  # fmt: skip
+
+
+def _plain(sizes: Any) -> Any:
+    """A group's sizes, whatever a checkpoint has made of a tuple."""
+    return list(sizes) if isinstance(sizes, tuple) else sizes
 
 
 def _list_params(label: str, params: Any, rank: int) -> list[Any] | Exception:

@@ -114,6 +114,8 @@ def find_group_fault(label: str, group: dict[str, Any]) -> Exception | None:
     known = {"weight_decay_method": DECAY_METHODS, "algorithm": (label.lower(), "adamw")}
     faults += [find_choice_fault(label, name, group[name], None, choices) for name, choices in known.items()]
     faults += [find_flag_fault(label, name, group[name], None) for name in ("flatten", "stacked", "cautious")]
+    if group["flatten"] is True and group["stacked"] is True:
+        faults.append(ValueError(f"{label}: flatten and stacked say different things of a parameter; choose one"))
     if group["cautious"] is True and group["weight_decay_method"] == "l2":
         faults.append(ValueError(f"{label}: cautious says which weights decay; with l2 none do, gradients do"))
     dims = (0, 1, 2) if group["stacked"] is True else (0, 1)
