@@ -18,7 +18,6 @@ KINDS: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
     "tolist": ("copy to host", lambda x: x.tolist()),
     "numpy": ("copy to host", lambda x: x.cpu().numpy()),
     "copy to pageable memory": ("copy to host", lambda x: torch.empty(4).copy_(x, non_blocking=True)),
-    "copy from pageable memory": ("copy to device", lambda x: x.copy_(torch.ones(4), non_blocking=True)),
     "copy from the host": ("copy to device", lambda x: x.copy_(torch.ones(4))),
     "tensor of a list": ("copy to device", lambda x: torch.tensor([1.0], device="sim")),
     "nonzero": ("nonzero", lambda x: x.nonzero()),

@@ -136,7 +136,7 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
         access(source, False, stream, count, where, "copy")
     if to_device:
         access(target, True, stream, count, where, "copy")
-    if from_device != to_device and memory is None:  # pageable memory is staged, for which CUDA may wait
+    if (from_device != to_device and not non_blocking) or (from_device and not to_device and memory is None):
         host_sync("copy to host" if from_device else "copy to device")
     return target
 
