@@ -52,14 +52,19 @@ class MatrixEngine(OwnedPart):
     """The verbs of a part, for every rule. `MatrixOptimizer` fills what it works with."""
 
     _tensor_axis: Axis
+    _data_axis: Axis | None
     _axes: list[Axis]  # all that anything lies on
     _plans: dict[Tensor, list[Plan]]  # of each parameter: one, or one for each matrix that it is cut into
     _buckets: list[list[tuple[Tensor, Plan]]] | None
     _bucket_bytes: int | None
     _under_way: list[TaskBucket]
     label: str  # the optimizer's name, in errors and messages
-    _rank: int  # what this rank is called in errors
     settings_kind: type[Settings]
+
+    @property
+    def _rank(self) -> int:
+        """What this rank is called in errors."""
+        return (self._data_axis or self._tensor_axis).rank
 
     def find_own_fault(self, group: dict[str, Any]) -> Exception | None:
         """What is wrong with the options of a group that only this optimizer has."""

@@ -71,11 +71,6 @@ class MatrixOptimizer(MatrixEngine):
         self._buckets = self._bucket_bytes = None
         self._under_way = []
 
-    @property
-    def _rank(self) -> int:
-        """What this rank is called in errors."""
-        return (self._data_axis or self._tensor_axis).rank
-
     def _refuse(self, fault: Exception) -> NoReturn:
         """Tell all ranks, who wait for this one, that it has no parameters to add."""
         axes = [axis for axis in (self._data_axis, self._tensor_axis) if axis is not None and axis.size > 1]
