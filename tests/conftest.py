@@ -47,12 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     With several workers: tests that use the pool stay on one of them, those with processes of their own on one.
 
-    Of the tests by NCCL's rules, where programs run twice, `make test` takes every third, of those on the simulated
-    device every sixth, and `make soak` all.
+    Of the tests by NCCL's rules, where programs run twice, `make test` takes every sixth, of those on the simulated
+    device every twelfth, and `make soak` all.
     """
     items.sort(key=lambda item: "tests/world/simulated" not in item.nodeid)
     for item in items:
-        share = {"nccl": 3, "sim": 6}.get(_network_of(item), 1)
+        share = {"nccl": 6, "sim": 12}.get(_network_of(item), 1)
         if "WEFT_SOAK" not in os.environ and zlib.crc32(item.nodeid.encode()) % share:
             item.add_marker(pytest.mark.slow)
         if "pool" in getattr(item, "fixturenames", ()):

@@ -52,6 +52,8 @@ KINDS = (
     Kind((5, 2, 3), 0, {"flatten": True}),
     Kind((12, 3), 1, {"max_factor_dim": 8}),
     Kind((1, 4), 1),
+)
+CUT_KINDS = (  # into several matrices each
     Kind((11, 7), 0, {"block_dim": 4}),
     Kind((6, 9), 1, {"split": (1, 3, 2), "block_dim": 5}),
     Kind((3, 4, 6), 0, {"stacked": True}),

@@ -147,7 +147,7 @@ def test_rekls_tells_all_that_is_wrong_at_once() -> None:
     assert found[0] == found[1]
     for words in (
         "lr, eps",
-        "betas and",
+        "betas must",
         "variant 'fast'",
         "pass both: group=",
         "flatten=True",

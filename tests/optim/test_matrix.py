@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from published import Published
-from sharded_run import RULES, assert_same, train_alone, train_over
+from sharded_run import CUT_KINDS, RULES, assert_same, train_alone, train_over
 from torch import Tensor
 from worlds import virtual_world
 
@@ -60,6 +60,22 @@ def test_over_ranks_it_has_the_bits_of_one(rule: str, size: int, uneven: bool) -
     wanted = train_alone(10, rule=rule)
     found = virtual_world(size).run(lambda axis: train_over(axis, 10, uneven, rule=rule)).results
     assert_same(wanted, found, uneven)
+
+
+@pytest.mark.usefixtures("every_network")
+@pytest.mark.parametrize("rule", [
+    rule if rule in ("stable, rare", "Muon") else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES
+])  # fmt: skip
+def test_parts_of_matrices_over_ranks_have_the_bits_of_one(rule: str) -> None:
+    wanted = train_alone(5, 2, kinds=CUT_KINDS, rule=rule)
+
+    def program(axis: weft.Axis) -> list[Tensor]:
+        over_data, over_tensor = rows_and_columns(axis, 2, 3)
+        return train_over(over_tensor, 5, True, over_data, kinds=CUT_KINDS, rule=rule)
+
+    found = virtual_world(6).run(program).results
+    for row in (found[:3], found[3:]):
+        assert_same(wanted, row, True, CUT_KINDS)
 
 
 @pytest.mark.usefixtures("every_network")
