@@ -190,7 +190,7 @@ def test_the_page_says_what_is_checked() -> None:
         "exclusive_scan": "`weft.exclusive_scan`", "linear_attention": "`weft.linear_attention`",
         "mamba2": "`weft.mamba2`", "selective_scan": "`weft.selective_scan`", "delta_rule": "`weft.delta_rule`",
         "short_conv": "`weft.short_conv`", "attention": "`weft.attention`",
-        "ShardedAdamW": "`weft.optim.ShardedAdamW`", "REKLS": "`weft.optim.REKLS`",
+        **{name: f"`weft.optim.{name}`" for name in ("ShardedAdamW", "REKLS", "SOAP", "Muon", "NorMuon")},
         "OverlappedStep": "`weft.optim.OverlappedStep` with `clip`",
         "the model of weft train": "a step of `weft train`",
     }  # fmt: skip
