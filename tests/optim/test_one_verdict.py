@@ -51,7 +51,7 @@ class Trouble:
 
 PLACES = [
     (weft.optim.slices.adamw, "adamw", "ShardedAdamW", "the work on parameter"),
-    (stable, "advance", "REKLS", "the work on parameter"),
+    (stable, "_inverse_root", "REKLS", "the work on parameter"),
     (RowUpdate, "work", "RowAdam", "the work of RowAdam"),
     (optim.ShardedAdamW, "squared_norm", "ShardedAdamW", "the work of ShardedAdamW"),
     (RowUpdate, "copy_rows", "RowAdam", "the work of RowAdam"),

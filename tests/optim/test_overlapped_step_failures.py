@@ -226,14 +226,14 @@ def test_a_part_that_cannot_do_its_work(monkeypatch: pytest.MonkeyPatch, good: l
         run.optimizer.step()
         return words, kept, run.model.values()
 
-    original, broken = stable.advance, [False]
+    original, broken = stable._inverse_root, [False]
 
-    def advance(state, grad, weight, settings):
-        if broken[0] and tuple(grad.shape) == (7, 10):
+    def inverse_root(factor):
+        if broken[0] and len(factor) == 7:  # of the matrix 7 x 10
             raise EigenError("no")
-        return original(state, grad, weight, settings)
+        return original(factor)
 
-    monkeypatch.setattr(stable, "advance", advance)
+    monkeypatch.setattr(stable, "_inverse_root", inverse_root)
     words = (
         "RuntimeError: OverlappedStep: the update of parameter 1 of group 0 (REKLS) could not be computed; weights and"
     )

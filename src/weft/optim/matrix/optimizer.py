@@ -158,7 +158,7 @@ class MatrixOptimizer(MatrixEngine):
             if changed:
                 words = ", ".join(f"{name}={group[name]}, not {now[name]}" for name in changed)
                 raise ValueError(f"{self.label}: the state was saved with {words}")
-            missing = set(self.defaults) - set(group)  # of states that earlier versions saved
+            missing = set(self.defaults) & set(now) - set(group)  # of states that earlier versions saved
             group.update({name: now[name] for name in (*_PLACING, *missing)})
         return take_apart(self, state_dict, groups)
 
