@@ -76,6 +76,8 @@ def test_parts_are_stepped_as_matrices_of_their_own(rule: str, cut: str) -> None
         ((9, 6), {"block_dim": 0}, "block_dim must be at least 1, got 0"),
         ((2, 9, 6), {}, "flatten=True .* stacked=True .* algorithm='adamw'"),
         ((2, 2, 9, 6), {"stacked": True}, "has 4 dimensions"),
+        ((0, 9, 6), {"stacked": True}, r"parameter 0 \[0, 9, 6\] has nothing to be cut into matrices"),
+        ((0, 6), {"split": 2}, "has nothing to be cut into matrices"),
         ((2, 9, 6), {"stacked": True, "flatten": True}, "flatten and stacked say different things"),
     ],
 )

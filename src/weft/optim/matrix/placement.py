@@ -136,6 +136,8 @@ def find_boxes(label: str, number: int, placement: Placement, group: dict[str, A
             f"{label}: split={split} does not divide the {rows} rows of parameter {number} "
             f"{list(placement.whole)}; its parts must sum to them"
         )
+    if 0 in stack or not sizes:
+        raise ValueError(f"{label}: parameter {number} {list(placement.whole)} has nothing to be cut into matrices")
     ends = list(itertools.accumulate(sizes))
     row_ranges = [part for size, end in zip(sizes, ends, strict=True) for part in _ranges(end - size, end, longest)]
     return [
