@@ -196,6 +196,16 @@ def test_which_factors_are_due_does_not_depend_on_ranks() -> None:
     assert all(found == wanted for size in (2, 5) for found in virtual_world(size).run(turns).results)
 
 
+def test_a_copy_goes_on_with_the_turns() -> None:
+    """A group that is added to both is decomposed in the same steps of both."""
+    one = optim.REKLS([torch.nn.Parameter(torch.ones(6, 6)) for _ in range(2)], lr=0.01, root_every=5)
+    found = []
+    for optimizer in (one, copy.deepcopy(one)):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(6, 6))]})
+        found.append([dict(plan.turns) for plans in optimizer._plans.values() for plan in plans])
+    assert found[0] == found[1] and found[0][-1] == {"L": 4, "R": 0}
+
+
 @pytest.mark.parametrize("variant", ["exact", "stable"])
 def test_roots_between_their_turns_are_saved(variant: str) -> None:
     """They are older than the factors. A state without them, as earlier versions saved it, makes them of these."""

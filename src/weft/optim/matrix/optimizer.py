@@ -137,6 +137,7 @@ class MatrixOptimizer(MatrixEngine):
         memo[id(self)] = twin
         torch.optim.Optimizer.__setstate__(twin, copy.deepcopy(super().__getstate__(), memo))
         twin._begin(self._tensor_axis, self._data_axis)
+        twin._planner = Planner(self._planner)
         twin._set_up(self._on_nonfinite)
         twin._axes, twin._data_only = list(self._axes), self._data_only
         twin._plans = {copy.deepcopy(parameter, memo): plan for parameter, plan in self._plans.items()}

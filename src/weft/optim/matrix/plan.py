@@ -208,9 +208,13 @@ class Piece:
 class Planner:
     """Gives matrices to owners and decompositions to steps. Those on the same axes share their ranks' loads."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: Planner | None = None) -> None:
+        """``after``: one whose turns are gone on with, as in a copy of an optimizer."""
         self._owners: dict[tuple[int, ...], Owners] = {}
-        self._turns: dict[int, list[float]] = {}  # by ``root_every``: what each step in turn decomposes
+        # By ``root_every``: what each step in turn decomposes.
+        self._turns: dict[int, list[float]] = (
+            {} if after is None else {every: list(loads) for every, loads in after._turns.items()}
+        )
         self._loads: dict[Owners, dict[Place, dict[tuple[int, int] | None, float]]] = {}  # under None: of all steps
 
     def over(self, axes: Sequence[Axis]) -> Owners:
