@@ -64,9 +64,21 @@ def test_every_operation_has_a_row(run_check: Check) -> None:
     """Whatever one of them does, the others are checked, on a world of one too."""
     names = [case.name for case in list_cases(torch.device("cpu"))]
     assert len(set(names)) == len(names) and {case.family for case in list_cases(torch.device("cpu"))} == set(FAMILIES)
-    _, said, rows = run_check("--device", "sim", "--ranks", "1")
+    status, said, rows = run_check("--device", "sim", "--ranks", "1")
     assert [row["operation"] for row in rows] == names
-    assert {row["verdict"] for row in rows if row["family"] == "scan"} == {"right"} and "1 rank on sim" in said
+    assert status == 0 and {row["verdict"] for row in rows} == {"right"} and "1 rank on sim" in said, said
+
+
+@on_simulated_device
+@pytest.mark.parametrize(
+    "families", [("rows", "optimizers", "model"), pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=len
+)
+def test_the_table_of_host_syncs(run_check: Check, families: tuple[str, ...]) -> None:
+    """The command that counts them: on two ranks no operation waits more often than docs/devices.md says."""
+    status, said, rows = run_check("--device", "sim", "--only", *families)
+    assert status == 0 and {row["family"] for row in rows} == set(families), said
+    for row in rows:
+        assert row["verdict"] == "right" and row["syncs"] <= row["syncs_allowed"] and row["streams"] > 1, row
 
 
 @on_simulated_device
@@ -148,7 +160,8 @@ def test_real_ranks(two: ProcessWorld, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert two.run(check_on_cpu, file, None) == [True] * 2
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 12 + 4 and all(row["milliseconds"] > 0 and row["syncs"] is None for row in rows)
+    cases = [case for case in list_cases(torch.device("cpu")) if case.family in ("scan", "optimizers")]
+    assert len(rows) == len(cases) == 12 + 7 and all(row["milliseconds"] > 0 and row["syncs"] is None for row in rows)
     assert two.run(check_on_cpu, file, 1) == [False] * 2
     assert {(row["verdict"], row["rank"]) for row in json.loads(file.read_text())["rows"]} == {("wrong", 1)}
 
