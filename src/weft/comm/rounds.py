@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -212,7 +212,7 @@ def _share(call: Call, mine: Tensor, purpose: str, apart: Tensor | None = None) 
     if call.size <= FAN_OUT:
         everything = mine.expand(call.size, -1)
         return _fan_out(call, tag, everything if apart is None else torch.cat([everything, apart], 1))
-    shared = _double(call, tag, mine)
+    shared = _double(call, mine, lambda lane, sends, receives: lane.exchange_on_host(tag, sends, receives))
     if apart is None:
         return shared
     direct = _fan_out(call, mix(tag, 1), apart)
@@ -233,7 +233,15 @@ def _fan_out(call: Call, tag: int, outgoing: Tensor) -> Pending[Tensor]:
     return Pending(finish)
 
 
-def _double(call: Call, tag: int, mine: Tensor) -> Pending[Tensor]:
+def gather_rows(call: Call, mine: Tensor) -> Pending[Tensor]:
+    """Everybody's ``mine`` ``[n]``, a few numbers, as ``[P, n]`` where it lies; on many ranks log2(P) messages each."""
+    if call.size <= FAN_OUT:
+        coming = call.all_gather(mine)
+        return Pending(lambda: torch.stack(coming.wait()))
+    return _double(call, mine, Call.exchange)
+
+
+def _double(call: Call, mine: Tensor, exchange: Callable[..., Pending[None]]) -> Pending[Tensor]:
     """Everybody's ``mine``: in each round a rank passes on all it knows."""
     size, rank = call.size, call.rank
     table = mine.new_empty(size, len(mine))
@@ -243,16 +251,15 @@ def _double(call: Call, tag: int, mine: Tensor) -> Pending[Tensor]:
         known = 1
         while known < size:
             count = min(known, size - known)
-            lane.exchange_on_host(
-                tag, [((rank + known) % size, table[:count])], [((rank - known) % size, table[known : known + count])]
-            ).wait()
+            receives = [((rank - known) % size, table[known : known + count])]
+            exchange(lane, [((rank + known) % size, table[:count])], receives).wait()
             known += count
 
     pending = call.start(rounds, table.device, [table])
 
     def finish() -> Tensor:
         pending.wait()
-        return table[[(rank - other) % size for other in range(size)]]
+        return table.flip(0).roll(rank + 1, 0)  # row i: of rank i
 
     return Pending(finish)
 

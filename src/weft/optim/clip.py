@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.comm.arguments import find_flag_fault, find_number_fault, kind_of, read
 from weft.comm.device import copy_to_device, outside_autocast
+from weft.comm.rounds import gather_rows
 from weft.ops.embedding import RowTable
 from weft.optim.step.verdict import device_of
 from weft.parallel.dtensor import is_dtensor, local_of, whole_of
@@ -104,4 +105,4 @@ def _norm_over_ranks(axis: Axis, tables: list[RowTable], norm_type: float, max_n
             parts.append(torch.linalg.vector_norm(found[1], norm_type, dtype=torch.float64))
     mine = torch.linalg.vector_norm(torch.stack(parts), norm_type).view(1)
     call = axis.begin("clip_grad_norm_", _Options(max_norm, norm_type, len(tables)))
-    return torch.linalg.vector_norm(torch.cat(call.all_gather(mine).wait()), norm_type).to(tables[0].wide)
+    return torch.linalg.vector_norm(gather_rows(call, mine).wait(), norm_type).to(tables[0].wide)

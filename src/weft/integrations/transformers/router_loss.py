@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.rounds import gather_rows
 from weft.integrations.transformers.attention import Forward, running
 
 NAME = "load_balancing_loss_func"
@@ -81,6 +82,6 @@ def share_of_router_loss(forward: Forward, gate_logits: tuple[Tensor, ...], expe
         sums = sums + (probabilities.to(dtype) * real[:, None]).sum(0)
     options = _Options(forward.model, len(gate_logits), experts, top_k, device.type)
     call = forward.sequences[0].axis.begin("ContextParallel.router_loss", options)
-    everybodys = torch.stack(call.all_gather(counts).wait()).sum(0)
+    everybodys = gather_rows(call, counts).wait().sum(0)
     rows = max(1, sum(forward.whole.ends) * len(gate_logits))
     return experts * (everybodys / rows * (sums / rows)).sum()

@@ -14,6 +14,7 @@ from weft.comm import Axis
 from weft.comm.arguments import at, find_number_fault, find_tensor_fault, read
 from weft.comm.device import runs_behind, start_copy_to_host
 from weft.comm.function import RankFunction, eager
+from weft.comm.rounds import gather_rows
 from weft.errors import name_ranks
 from weft.ops.sequence.layout import DTYPES
 
@@ -66,10 +67,10 @@ def mean_loss(loss_sum: Tensor, count: float | Tensor | None = None, *, group: A
     mean: Tensor
     if isinstance(count, Tensor) and options.counted == "device":
         mine = torch.stack([one.detach().double().reshape(()) for one in (loss_sum, count)])
-        mean = _Mean.apply(loss_sum, *_mean_on_device(torch.stack(call.all_gather(mine).wait())), axis)
+        mean = _Mean.apply(loss_sum, *_mean_on_device(gather_rows(call, mine).wait()), axis)
         return mean
     if runs_behind(loss_sum.device):
-        total = torch.stack(call.all_gather(loss_sum.detach().double().reshape(1)).wait()).sum()
+        total = gather_rows(call, loss_sum.detach().double().reshape(1)).wait().sum()
         if count is not None and tokens == 0:  # on all ranks alike, and then there is nothing to wait for
             losses = float(start_copy_to_host(total).wait())
     if count is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Pending
 from weft.comm.device import copy_to_device, runs_behind, start_copy_to_host
+from weft.comm.rounds import gather_rows
 from weft.optim.step.compare import Examined, Seen, digest_of, first_nonfinite, is_finite
 from weft.optim.step.record import AGREEING, StepRecord
 from weft.parallel.dtensor import local_of
@@ -194,11 +195,11 @@ class GlobalNorm:
                 squares[kinds.index(kind)] += copy_to_device(square, self._device)
         return kinds, torch.stack(squares) if squares else torch.zeros(1, dtype=torch.float64, device=self._device)
 
-    def _share(self, axis: Axis, mine: Tensor) -> Pending[list[Tensor]]:
+    def _share(self, axis: Axis, mine: Tensor) -> Pending[Tensor]:
         """Everybody's ``mine``. On the CPU it goes with the metadata: there the host decides what is done."""
         with self._record.doing(AGREEING):
             if runs_behind(self._device):
-                return axis.begin(f"{self._label}.norm", _Options(len(mine))).all_gather(mine)
+                return gather_rows(axis.begin(f"{self._label}.norm", _Options(len(mine))), mine)
             numbers = mine.view(torch.int64).tolist()
             call = axis.begin(f"{self._label}.norm", _Options(len(mine)), metadata=numbers)
-        return Pending(lambda: [torch.tensor(row).view(torch.float64) for row in call.metadata.wait()])
+        return Pending(lambda: torch.tensor(call.metadata.wait()).view(torch.float64))
