@@ -11,6 +11,7 @@ from weft.bench.ranks import fill_table
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, Sample, forward_and_backward
 from weft.comm import Axis
+from weft.comm.device import milliseconds
 from weft.comm.wire import SoloWire
 from weft.ops.linear_attention import linear_attention
 
@@ -64,12 +65,4 @@ def cases(decay: str, device: str) -> dict[str, Case]:
 
 def _sample(cases: dict[str, Case]) -> dict[str, Sample]:
     """One call of each, timed by the GPU."""
-    found = {}
-    for name, case in cases.items():
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        case()
-        end.record()
-        end.synchronize()
-        found[name] = Sample(begin.elapsed_time(end) / 1e3)
-    return found
+    return {name: Sample(milliseconds(torch.device("cuda"), case, 1) / 1e3) for name, case in cases.items()}
