@@ -143,6 +143,28 @@ def test_nobody_is_told_to_install_a_strangers_package() -> None:
     assert not found
 
 
+# Words of our own for what the field has a name for.
+COINED = {
+    "travel", "travels", "travelling", "tell", "tells", "told", "parcel", "parcels", "restless", "keeper", "settle",
+    "settles", "settled", "trade", "trades", "traded", "chance", "chances", "blind", "sight", "sights", "yardstick",
+    "yardsticks", "rehearse", "rehearsal", "rehearsals", "room", "rooms",
+}  # fmt: skip
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+
+
+def test_names_are_the_words_of_the_field() -> None:
+    """Of files, functions, classes, arguments and variables."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        names = {path.stem}
+        for node in ast.walk(ast.parse(path.read_text())):
+            names |= {getattr(node, field) for field in ("name", "arg", "id", "attr")
+                      if isinstance(getattr(node, field, None), str)}  # fmt: skip
+        found |= {f"{path.relative_to(SOURCE)}: {name}" for name in names
+                  if COINED & {word.lower() for word in WORD.findall(name)}}  # fmt: skip
+    assert not found
+
+
 def test_public_names() -> None:
     assert set(weft.__all__) == {
         "Axis", "BigramHashEmbedding", "Mask", "RowExchange", "Sequence", "ShardedEmbedding", "attention",

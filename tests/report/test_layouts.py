@@ -20,7 +20,7 @@ def test_its_figures_are_those_of_the_plan() -> None:
         for one in share_out(bounds, ranks, None):
             plan = plan_attention(one.runs, lengths_of(one.runs, ranks), bounds, True, (-1, -1))
             sent = sum(count(plan.visible_to(owner, rank)) for owner in range(ranks) for rank in range(ranks))
-            assert one.travelling == pytest.approx(sent / bounds[-1])
+            assert one.moved == pytest.approx(sent / bounds[-1])
             pairs = [plan.pairs(rank) for rank in range(ranks)]  # where tokens see themselves half
             assert [work * sum(pairs) / ranks for work in one.work] == pytest.approx(pairs, rel=0.05)
             assert sum(one.work) == pytest.approx(ranks)

@@ -24,7 +24,7 @@ class Share:
     layout: str
     runs: Runs
     work: list[float]
-    travelling: float
+    moved: float
 
 
 def draw_documents(total: int, median: float, spread: float, seed: int) -> Bounds:
@@ -40,7 +40,7 @@ def share_out(bounds: Bounds, ranks: int, chunks_per_rank: int | None) -> list[S
     found = []
     for layout in LAYOUTS:
         runs = shard_runs(bounds[-1], layout, ranks, bounds, chunks_per_rank)
-        pairs, travelling = [0] * ranks, 0
+        pairs, moved = [0] * ranks, 0
         for run, work in zip(runs, count_pairs([run.offset for run in runs] + [bounds[-1]], (bounds,)), strict=True):
             pairs[run.rank] += work
         for rank in range(ranks):
@@ -48,8 +48,8 @@ def share_out(bounds: Bounds, ranks: int, chunks_per_rank: int | None) -> list[S
             for run in mine:  # what its document has before it, as far as no earlier run has brought it
                 begin = max(seen, bounds[bisect_right(bounds, run.offset) - 1])
                 seen = run.offset + run.length
-                travelling += seen - begin - run.length if run.length and begin <= run.offset else 0
-        found.append(Share(layout, runs, [work * ranks / sum(pairs) for work in pairs], travelling / bounds[-1]))
+                moved += seen - begin - run.length if run.length and begin <= run.offset else 0
+        found.append(Share(layout, runs, [work * ranks / sum(pairs) for work in pairs], moved / bounds[-1]))
     return found
 
 
@@ -64,7 +64,7 @@ def run_layouts(
     print(f"{title}\n\n| layout | busiest rank, x mean work | runs of a rank | keys that travel, x all tokens |")
     print("|---|---|---|---|")
     for one in shares:
-        print(f"| {one.layout} | {max(one.work):.3f} | {len(one.runs) / ranks:.1f} | {one.travelling:.2f} |")
+        print(f"| {one.layout} | {max(one.work):.3f} | {len(one.runs) / ranks:.1f} | {one.moved:.2f} |")
     if picture is not None:
         picture.write_text(draw(title, bounds, ranks, shares))
         print(f"\npicture: {picture.resolve()}")
@@ -89,7 +89,7 @@ def draw(title: str, bounds: Bounds, ranks: int, shares: list[Share]) -> str:
         mean = y + STRIP - STRIP / most
         inside.append(line("mean", MIDDLE + GAP - 4, mean, WIDTHS["wide"], mean))
         inside.append(text(MIDDLE + GAP, y + STRIP + 13, f"ranks have up to {max(one.work):.2f} x mean work"))
-        inside.append(text(LEFT, y + STRIP + 13, f"{one.travelling:.2f} keys travel for each token"))
+        inside.append(text(LEFT, y + STRIP + 13, f"{one.moved:.2f} keys travel for each token"))
         y += STRIP + 13 + GAP
     style = (
         "text { font: 11px system-ui, sans-serif; fill: #1c1c1a } .strong { font-weight: 600 } .paper { fill: #fff } "

@@ -82,7 +82,7 @@ class Baseline(torch.autograd.Function):
         call = axis.begin(how.schedule, Options(tuple(v.shape[2:]), v.dtype))
         arrived = _receive(call, q, v) if how.schedule == "lasp" else None
         kernel = FORWARD[how.backend](q, k, v, g, how.scale, list(how.here.lengths), CHUNK)
-        entering = _travel(call, kernel, how, arrived)
+        entering = _send_maps(call, kernel, how, arrived)
         out, _ = kernel.finish(entering)
         ctx.save_for_backward(q, k, v, g, entering)
         ctx.how = axis, how
@@ -95,7 +95,7 @@ class Baseline(torch.autograd.Function):
         call = axis.begin(f"{how.schedule}.backward", Options(tuple(v.shape[2:]), v.dtype)).reversed()
         arrived = _receive(call, q, v) if how.schedule == "lasp" else None
         kernel = BACKWARD[how.backend](q, k, v, g, how.scale, list(how.here.lengths), CHUNK, entering, grad)
-        dq, dk, dv, dg, _ = kernel.finish(_travel(call, kernel, how, arrived, backward=True))
+        dq, dk, dv, dg, _ = kernel.finish(_send_maps(call, kernel, how, arrived, backward=True))
         return dq, dk, dv, dg, None, None
 
 
@@ -118,7 +118,7 @@ def _receive(call: Call, q: Tensor, v: Tensor) -> Tensor | None:
     return state
 
 
-def _travel(call: Call, kernel: Any, how: How, arrived: Tensor | None, backward: bool = False) -> Tensor | None:
+def _send_maps(call: Call, kernel: Any, how: How, arrived: Tensor | None, backward: bool = False) -> Tensor | None:
     """Send this rank's map its way and do the intra-chunk work; returns the state that enters."""
     log, state = kernel.maps
     if how.schedule == "lasp2":

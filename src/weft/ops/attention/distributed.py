@@ -88,8 +88,8 @@ def choose_method(
     if most_heads > UNBALANCED * most_pairs:
         return "gather"
     wide = grad_dtype or torch.promote_types(dtype, torch.float32)
-    travelling = sum(count(plan.visible_to(a, b)) for a in range(size) for b in range(size))
-    gather_bytes = 2 * kv_heads * travelling * (2 * dtype.itemsize + wide.itemsize)
+    moved = sum(count(plan.visible_to(a, b)) for a in range(size) for b in range(size))
+    gather_bytes = 2 * kv_heads * moved * (2 * dtype.itemsize + wide.itemsize)
     ulysses_bytes = 0
     for length, parts in zip(plan.lengths, head_parts(heads, kv_heads, size), strict=True):
         for part in parts:

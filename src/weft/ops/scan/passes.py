@@ -117,10 +117,10 @@ def start_forward(
     plan, scan, kernels = _begin_work(options, call, axis, given, length, form, method, work)
     found = _maps_of(kernels, plan, form)
     maps = segment_maps(plan, found, batch, form.kind == "dense")
-    travelling = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
+    pending = scan.start(maps, None if initial is None else initial.detach().to(form.dtype))
 
     def finish() -> ForwardPass[K]:
-        entering = travelling.wait()
+        entering = pending.wait()
         arriving = None
         if options.output_final_state:
             ended = {
@@ -163,10 +163,10 @@ def start_backward(
     kernels = work()
     found = _maps_of(kernels, plan, form)
     maps = segment_maps(plan, found, batch, form.kind == "dense")
-    travelling = scan.start(maps, None if seeds is None else seeds.wait())
+    pending = scan.start(maps, None if seeds is None else seeds.wait())
 
     def finish() -> tuple[list[Any], Tensor | None]:
-        leaving = states_by_run(plan, travelling.wait(), found)
+        leaving = states_by_run(plan, pending.wait(), found)
         grads = [kernel.finish(grad) for kernel, grad in zip(kernels, leaving, strict=True)]
         return grads, initial_gradient(initial, maps, [grad[-1] for grad in grads])
 

@@ -175,7 +175,7 @@ class StateScan:
             for index, segment in enumerate(segment for run in plan.runs for segment in run.segments)
             if segment.path.size > 1
         ]
-        self._travelling = [index for index, _ in paths]
+        self._moving = [index for index, _ in paths]
         self._executor = ScheduleExecutor(call, [(path, schedule(method, path, form)) for _, path in paths])
 
     def start(self, maps: Items[SegmentMap], boundary: Tensor | None) -> Pending[list[Tensor | None]]:
@@ -191,7 +191,7 @@ class StateScan:
         ]
         # At the boundary the map whose B already has what enters there. Maps of the lane's own: what they remember
         # (packed, exp of the decay) is memory of its stream.
-        own = [(maps[index].own, known[index]) for index in self._travelling]
+        own = [(maps[index].own, known[index]) for index in self._moving]
         sent = [Affine(one.kind, one.state if start is None else one.apply(start), one.decay) for one, start in own]
         pending, executor = None, self._executor
         del self._executor  # its memory is the lane's from now on, and so is that of what is sent
@@ -201,7 +201,7 @@ class StateScan:
 
         def finish() -> list[Tensor | None]:
             entering = list(known)
-            for index, state in zip(self._travelling, pending.wait() if pending else [], strict=True):
+            for index, state in zip(self._moving, pending.wait() if pending else [], strict=True):
                 entering[index] = known[index] if state is None else state
             return entering
 

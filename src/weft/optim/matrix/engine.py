@@ -151,7 +151,7 @@ class MatrixEngine(OwnedPart):
                 routes = [task.plan.weight_route for task in decayed]
                 one.weights = owners.gather(f"{self.label}.weights", routes, pieces)
 
-    def travels(self, bucket: int) -> bool:
+    def crosses_ranks(self, bucket: int) -> bool:
         """Not where every rank steps its own elements."""
         tasks = self._under_way[bucket].tasks
         return bool(tasks) and bool(tasks[0].plan.owners.axes)

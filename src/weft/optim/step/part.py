@@ -185,7 +185,7 @@ class StepPart(torch.optim.Optimizer):
         """Start the gradients of a bucket on their way."""
         raise NotImplementedError(f"{type(self).__name__} has no send")
 
-    def travels(self, bucket: int) -> bool:
+    def crosses_ranks(self, bucket: int) -> bool:
         """Whether anything of a bucket crosses ranks."""
         return True
 

@@ -230,7 +230,7 @@ class StepRun:
         What the work on one raises is noted, and the others are worked on all the same: ranks wait for their results.
         """
         for place, unit in enumerate(self._units):
-            if unit.part.travels(unit.bucket):  # else there is work to do while others' first messages travel
+            if unit.part.crosses_ranks(unit.bucket):  # else there is work to do while others' first messages travel
                 for ahead in self._units[place : place + 2]:
                     self._advance(ahead)
             with self.record.doing(unit.name, f"work: {unit.name}.{unit.bucket}"):
