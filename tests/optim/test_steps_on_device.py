@@ -37,6 +37,10 @@ def rekls(parameters: list[nn.Parameter], axis: weft.Axis, **options: Any) -> op
     return optim.REKLS(parameters, lr=0.02, group=axis.subset([axis.rank]), data_group=axis, **options)
 
 
+def matrices(kind: Any, parameters: list[nn.Parameter], axis: weft.Axis, **options: Any) -> Any:
+    return kind(parameters, lr=0.02, group=axis.subset([axis.rank]), data_group=axis, **options)
+
+
 def rekls_adamw(parameters: list[nn.Parameter], axis: weft.Axis) -> optim.REKLS:
     group = [{"params": parameters, "algorithm": "adamw"}]
     return optim.REKLS(group, lr=0.02, group=axis.subset([axis.rank]), data_group=axis)
@@ -61,6 +65,9 @@ STEPS: dict[str, Make] = {
     "REKLS stable": lambda p, axis: rekls(p, axis, variant="stable"),
     "REKLS stable, l2": lambda p, axis: rekls(p, axis, variant="stable", weight_decay_method="l2", max_factor_dim=4),
     "REKLS adamw": rekls_adamw,
+    "SOAP": lambda p, axis: matrices(optim.SOAP, p, axis, root_every=2),
+    "Muon": lambda p, axis: matrices(optim.Muon, p, axis),
+    "NorMuon": lambda p, axis: matrices(optim.NorMuon, p, axis),
     "OverlappedStep": overlapped,
     "OverlappedStep, clip": lambda p, axis: overlapped(p, axis, clip=0.5, bucket_bytes=40),
     "OverlappedStep, clip, overlap_backward": lambda p, axis: overlapped(
@@ -448,6 +455,9 @@ def test_clipping_gradients_does_not_make_the_host_wait(sim: Any, simulated: Any
     assert norm.device.type == "sim"
     assert float(norm) == float(torch.nn.utils.clip_grad_norm_(theirs, 0.5, norm_type))
     assert same([p.grad.cpu() for p in ours], [p.grad for p in theirs])
+    there = torch.tensor(0.5, device="sim")
+    with simulated.no_host_sync(), pytest.raises(ValueError, match="max_norm must be a number or a tensor on the CPU"):
+        optim.clip_grad_norm_(ours, there, norm_type)
 
 
 # Streams: gradients that leave in a backward, from wherever they were made.

@@ -93,11 +93,13 @@ def test_replicas_too(ownership: str) -> None:
 
 
 def test_costs_are_measured_once_and_not_in_a_step_of_few_rows() -> None:
+    """By the device's time: the host waits before and after each trial."""
+
     def program(axis: weft.Axis) -> list[int]:
         return train(axis, "sim", "cpu", "auto", False)[0]
 
     for counts in on_device(2, program):
-        assert sum(count > 0 for count in counts) <= 1
+        assert [count for count in counts if count] == [2 * 3 * 3]
 
 
 @pytest.mark.parametrize("tokens_on", ["cpu", "sim"])
