@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from worlds import current_rules, use_rules
+
+TESTS = Path(__file__).parent
+# Files whose virtual ranks do not run on the simulated device, and why that is enough.
+ON_THE_HOST = {
+    "integrations/test_fla_refusals.py": "nothing is computed",
+    "integrations/test_transformers_data.py": "tokens of a loader",
+    "integrations/test_transformers_mixers.py": "hooks; the mixers are those of test_transformers_hybrids.py",
+    "integrations/test_transformers_refusals.py": "what is refused; the models are those of test_transformers.py",
+    "ops/attention/test_attention_costs.py": "bytes and virtual time",
+    "ops/attention/test_attention_mask_plans.py": "plans and bytes",
+    "ops/scan/test_scan_costs.py": "bytes, rounds and virtual time",
+    "ops/scan/test_scan_errors.py": "nothing is computed",
+    "ops/scan/test_scan_gloo.py": "the ledger of processes",
+    "optim/test_matrix_replicated.py": "a baseline of a benchmark",
+}
 
 
 @pytest.mark.parametrize("left", ["nccl", "sim", "nccl again"])
@@ -19,3 +36,14 @@ def test_a_network_is_that_of_the_test(network: str) -> None:
 
 def test_every_network_is_that_of_the_test(every_network: str) -> None:
     assert current_rules() == every_network
+
+
+def test_virtual_ranks_of_operations_are_on_the_simulated_device_too() -> None:
+    """By the fixture ``every_network``, or because the file is about the device."""
+    files = [path for name in ("integrations", "ops", "optim") for path in (TESTS / name).rglob("test_*.py")]
+    texts = {str(path.relative_to(TESTS)): path.read_text() for path in files}
+    worlds = {name for name, text in texts.items() if "virtual_world(" in text or "VirtualWorld(" in text}
+    without = {
+        name for name in worlds if "every_network" not in texts[name] and "simulated_device()" not in texts[name]
+    }
+    assert len(worlds) > 40 and without == set(ON_THE_HOST)

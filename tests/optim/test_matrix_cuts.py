@@ -12,7 +12,7 @@ import torch
 from ranks import errors_of
 from sharded_run import RULES, Kind, make, part_of
 from torch import Tensor
-from worlds import virtual_world
+from worlds import place, virtual_world
 
 import weft
 from weft import optim
@@ -100,6 +100,7 @@ def test_a_state_of_other_cuts_is_refused() -> None:
             make([{"params": [parameter], **other}]).load_state_dict(saved)
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("early", [False, True])
 def test_parts_in_several_buckets_of_an_overlapped_step(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that leave within the backward leave when they are there, for every bucket."""
@@ -107,7 +108,7 @@ def test_parts_in_several_buckets_of_an_overlapped_step(early: bool, monkeypatch
 
     def program(axis: weft.Axis) -> list[Tensor]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
+        model = place(torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4)))
         groups = [{"params": [p for p in model.parameters() if p.ndim == 2], "block_dim": 3},
                   {"params": [p for p in model.parameters() if p.ndim == 1]}]  # fmt: skip
         part = optim.Muon(groups, lr=0.1, ns_dtype=torch.float32, data_group=axis)
@@ -116,7 +117,7 @@ def test_parts_in_several_buckets_of_an_overlapped_step(early: bool, monkeypatch
             seen = [parameter for bucket in part.buckets() for parameter in bucket]
             assert len(seen) > len(set(seen))
         for number in range(4):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            x = place(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)))
             step.zero_grad()
             model(x.tensor_split(axis.size)[axis.rank]).square().mean().backward()
             step.step()
@@ -128,14 +129,15 @@ def test_parts_in_several_buckets_of_an_overlapped_step(early: bool, monkeypatch
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("every_network")
 def test_experts_stay_where_they_lie() -> None:
     """A stack that is cut over the ranks sends neither gradients nor updates."""
 
     def program(axis: weft.Axis) -> int:
         kind = Kind((6, 4, 5), 0, {"stacked": True})
-        parameter = torch.nn.Parameter(part_of(torch.ones(kind.shape), kind, axis.rank, axis.size, False))
+        parameter = place(torch.nn.Parameter(part_of(torch.ones(kind.shape), kind, axis.rank, axis.size, False)))
         optimizer = optim.Muon([{"params": [parameter], "partition_dim": 0, "stacked": True}], group=axis)
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(axis.rank))
+        parameter.grad = place(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(axis.rank)))
         with weft.record() as ledger:
             optimizer.step()
         assert not torch.equal(parameter, torch.ones_like(parameter))
@@ -176,9 +178,10 @@ def test_every_step_decomposes_an_equal_share(variant: str, monkeypatch: pytest.
     assert counts == [20] * 3 + [4] * 10
 
 
+@pytest.mark.usefixtures("every_network")
 def test_every_owner_has_an_equal_share_of_every_step() -> None:
     def program(axis: weft.Axis) -> list[int]:
-        parameters = [torch.nn.Parameter(torch.ones(6, 6)) for _ in range(20)]
+        parameters = [place(torch.nn.Parameter(torch.ones(6, 6))) for _ in range(20)]
         optimizer = optim.REKLS(parameters, lr=0.01, root_every=5, group=axis)
         plans = [plan for plans in optimizer._plans.values() for plan in plans if plan.is_mine]
         return [sum(turn == at for plan in plans for turn in plan.turns.values()) for at in range(5)]
@@ -186,9 +189,10 @@ def test_every_owner_has_an_equal_share_of_every_step() -> None:
     assert virtual_world(4).run(program).results == [[2] * 5] * 4
 
 
+@pytest.mark.usefixtures("every_network")
 def test_which_factors_are_due_does_not_depend_on_ranks() -> None:
     def turns(axis: weft.Axis) -> list[dict[str, int]]:
-        parameters = [torch.nn.Parameter(torch.ones(size, 6)) for size in (3, 9, 5, 5, 12)]
+        parameters = [place(torch.nn.Parameter(torch.ones(size, 6))) for size in (3, 9, 5, 5, 12)]
         optimizer = optim.REKLS(parameters, lr=0.01, root_every=4, group=axis)
         return [dict(plan.turns) for plans in optimizer._plans.values() for plan in plans]
 

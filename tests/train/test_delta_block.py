@@ -90,6 +90,7 @@ def test_the_block_is_the_plain_loop(bounds: tuple[int, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bounds", DOCUMENTS, ids=str)

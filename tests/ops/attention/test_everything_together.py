@@ -66,7 +66,7 @@ def drawn(draw: st.DrawFn) -> tuple[int, Known, tuple[int, ...], dict[str, Any],
     )
 
 
-@pytest.mark.usefixtures("network")
+@pytest.mark.usefixtures("every_network")
 @settings(max_examples=25)
 @given(drawn())
 def test_everything_together(
