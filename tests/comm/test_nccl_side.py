@@ -113,6 +113,28 @@ def test_who_waits_for_a_receive_alone_comes_after_it() -> None:
 
 
 @on_simulated_device
+def test_messages_of_a_second_thread_are_refused() -> None:
+    """Between those of two threads there is no order, and NCCL takes messages in order."""
+
+    def program(axis: Axis) -> list[str]:
+        call, mine, received, words = axis.begin("a test"), here(axis), torch.empty(8, device="sim"), []
+
+        def issue() -> None:
+            try:
+                call.exchange([(1 - axis.rank, mine)], [(1 - axis.rank, received)])
+            except NcclRuleError as error:
+                words.append(str(error))
+
+        thread = threading.Thread(target=issue)
+        thread.start()
+        thread.join(30)
+        return words
+
+    for rank, words in enumerate(world(2).run(program).results):
+        assert words == [f"NCCL: rank {rank} issues messages from a second thread: no order among them"]
+
+
+@on_simulated_device
 def test_two_ranks_of_three_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only because the communicator is made before: else the first exchange needs all ranks."""
 

@@ -28,6 +28,12 @@ def test_another_torch_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         simulated.install()
 
 
+def test_a_torch_with_cuda_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", simulated.TORCH)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not simulated.fits() and "CUDA is available" in str(simulated.misfit())
+
+
 def test_nothing_happens_until_it_is_installed() -> None:
     """Importing it leaves torch as it was; importing worlds does not import it."""
     program = """
