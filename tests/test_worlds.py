@@ -38,6 +38,12 @@ def test_every_network_is_that_of_the_test(every_network: str) -> None:
     assert current_rules() == every_network
 
 
+def test_the_simulated_devices_own_tests_come_first(request: pytest.FixtureRequest) -> None:
+    """Where they fail, those that stand on it say nothing."""
+    own = ["tests/world/simulated" in item.nodeid for item in request.session.items]
+    assert own == sorted(own, reverse=True)
+
+
 def test_virtual_ranks_of_operations_are_on_the_simulated_device_too() -> None:
     """By the fixture ``every_network``, or because the file is about the device."""
     files = [path for name in ("integrations", "ops", "optim") for path in (TESTS / name).rglob("test_*.py")]

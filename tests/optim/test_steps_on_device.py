@@ -147,6 +147,21 @@ def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
     assert all(same(one[0], other[0]) for one, other in zip(wanted, found, strict=True))
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_adamw_takes_all_tensors_of_a_group_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One foreach call for each group of a bucket, not a few small kernels for each parameter."""
+    calls, adamw = [], weft.optim.slices.adamw.adamw
+
+    def counted(parameters: list[Tensor], *args: Any, **options: Any) -> None:
+        calls.append((len(parameters), options["foreach"]))
+        adamw(parameters, *args, **options)
+
+    monkeypatch.setattr(weft.optim.slices.adamw, "adamw", counted)
+    groups = lambda p: [{"params": p[:2]}, {"params": p[2:5], "lr": 0.05}]  # noqa: E731
+    train(lambda p, axis: optim.ShardedAdamW(groups(p), lr=0.02, group=axis), 1, device, steps=1)
+    assert sorted(calls) == [(2, True)] * 2 + [(3, True)] * 2  # by NCCL's rules a program runs twice
+
+
 def test_start_and_work_do_not_make_the_host_wait(simulated: Any) -> None:
     def program(axis: weft.Axis) -> int:
         parameters = parameters_on("sim")
