@@ -43,8 +43,14 @@ def test_no_file_is_longer_than_300_lines() -> None:
     assert not {file: length for file, length in lengths.items() if length > 300}
 
 
+MODULE = re.compile(r"weft(\.\w+)+")
+
+
 def imports(path: Path) -> set[str]:
-    """Files of weft that a file imports, within functions too; what only a type checker imports is left out."""
+    """Files of weft that a file imports, within functions and by a module's name in a string too.
+
+    What only a type checker imports is left out.
+    """
     found: set[str] = set()
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
     while nodes:
@@ -52,6 +58,9 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Constant) and MODULE.fullmatch(str(node.value)):
+            file = (SOURCE.parent / str(node.value).replace(".", "/")).with_suffix(".py")
+            found |= {str(file.relative_to(SOURCE))} if file.exists() else set()
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("weft"):
             continue
         for name in node.names:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.fused import backward, forward
-from weft.ops.fused.operators import operands
-from weft.ops.fused.tiling import PAIRS, gate_kind, precision, tile
+from weft.ops.fused.tiling import PAIRS, gate_kind, operands, precision, tile
 
 
 @dataclass(frozen=True)

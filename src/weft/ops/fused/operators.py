@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops.fused.tiling import Tiling, gate_kind, tile
+from weft.ops.fused.tiling import Tiling, gate_kind, operands, tile
 
 _SCHEMAS = {
     "chunk_states": "(Tensor x, Tensor y, Tensor? g, Tensor[] tables, Tensor(a!)? states, Tensor(b!)? since, "
@@ -76,12 +76,6 @@ def by_name(kernel: str, args: Sequence[Any]) -> dict[str, Any]:
 @functools.cache
 def _names(kernel: str) -> list[str]:
     return [argument.name for argument in getattr(torch.ops.weft, kernel).default._schema.arguments]
-
-
-def operands(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Of the arguments by name: the tensor that has the dtype and K, and the one that has value heads and V."""
-    x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
-    return x, next(given[name] for name in ("y", "v", "out") if name in given)
 
 
 def _count(kernel: str, *args: Any, out_val: Any = None, **kwargs: Any) -> int:

@@ -7,7 +7,9 @@ piece begins, and a scan over the pieces gives what arrives there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,12 @@ class Tiling:
 
 KERNELS = ("chunk_states", "scan_pieces", "output_intra", "output_inter", "query_grads", "key_grads", "key_finish")
 PAIRS = ("output_intra", "query_grads", "key_grads")
+
+
+def operands(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Of the arguments by name: the tensor that has the dtype and K, and the one that has value heads and V."""
+    x = given["x"] if "x" in given else given["q"] if "q" in given else given["k"]
+    return x, next(given[name] for name in ("y", "v", "out") if name in given)
 
 
 def tile(

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from weft.ops.delta_rule.fused import backward, forward
-from weft.ops.delta_rule.fused.operators import SHAPED
-from weft.ops.delta_rule.fused.tiling import tile
+from weft.ops.delta_rule.fused.tiling import SHAPED, tile
 from weft.ops.fused.launch import Launch, count_blocks, gather_arguments, log_kind
 from weft.ops.fused.tiling import gate_kind, precision
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weft.ops.delta_rule.fused.tiling import tile
+from weft.ops.delta_rule.fused.tiling import SHAPED, tile
 from weft.ops.fused import operators as shared
 from weft.ops.fused.tiling import gate_kind
 
@@ -29,13 +29,6 @@ _SCHEMAS = {
     "Tensor(a!) dk, Tensor(b!)? row_gate, Tensor(c!)? col_gate, Tensor(d!) dbeta, int chunk, "
     "bool vector) -> ()",
 }
-
-
-# Of a kernel's arguments the one that has tokens, value heads and columns, [B, T, HV, columns].
-SHAPED = {
-    "key_pairs": "pairs", "invert_pairs": "inverse", "apply_inverse": "out", "decay_keys": "ended",
-    "delta_states": "values", "add_entering": "out", "delta_state_grads": "grad_values", "join_key_grads": "y",
-}  # fmt: skip
 
 
 @functools.cache

@@ -5,6 +5,11 @@ from __future__ import annotations
 from weft.ops.fused.tiling import Tiling, round_up
 
 MAX_CHUNK = 64  # one program inverts the matrix of a chunk
+# Of a kernel's arguments the one that has tokens, value heads and columns, [B, T, HV, columns].
+SHAPED = {
+    "key_pairs": "pairs", "invert_pairs": "inverse", "apply_inverse": "out", "decay_keys": "ended",
+    "delta_states": "values", "add_entering": "out", "delta_state_grads": "grad_values", "join_key_grads": "y",
+}  # fmt: skip
 
 
 def tile(kernel: str, chunk: int, keys: int, values: int, gate: str, exact: bool) -> Tiling:
