@@ -60,6 +60,7 @@ class REKLS(MatrixOptimizer):
 
     `start`, `work` and `finish` are the three parts of a `step`, for those who want to do other things in between.
 
+    >>> import torch
     >>> model = torch.nn.Linear(4, 3)
     >>> optimizer = REKLS(model.parameters(), lr=0.01)
     >>> model(torch.ones(2, 4)).sum().backward()
