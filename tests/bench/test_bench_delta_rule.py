@@ -11,9 +11,12 @@ from weft.bench.delta_rule import cases
 from weft.bench.delta_rule.account import PRODUCTS
 from weft.bench.delta_rule.baselines import by_gather, by_heads, with_nothing_sent
 from weft.bench.delta_rule.cases import MODELS, NAIVE, PASSES, flops, make_inputs
+from weft.bench.linear_attention.cases import VIRTUAL_COLUMNS, simulate
 from weft.bench.ranks import RankPool
-from weft.bench.report import Report
+from weft.bench.report import Layout, Report
+from weft.bench.timing import Case
 from weft.comm.wire import SoloWire
+from weft.world.machine import PRESETS
 
 TOKENS, HEADS, DIM = 70, 4, 8
 
@@ -98,3 +101,20 @@ def test_tables_of_the_benchmark(monkeypatch, capsys, is_installed: bool) -> Non
     assert ("h100, 3 ranks", cases.HEADS_ALIKE) not in rows and ("h100, 3 ranks", cases.GATHER) in rows
     said = "fla-core is not installed: no rows of its naive operations"
     assert (said in capsys.readouterr().err) == (not is_installed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+def test_ahead_of_both_recipes_from_8_h100s_on(ranks: int) -> None:
+    shown = (cases.OURS, cases.GATHER, cases.HEADS_ALIKE)
+    made = cases._h100_cases(ranks)
+    report = Report({}, None, shown=False)
+    report.tables["h100"] = Layout("", VIRTUAL_COLUMNS)
+
+    def of_shown(axis: weft.Axis) -> dict[str, Case]:
+        return {name: case for name, case in made(axis).items() if name in shown}
+
+    simulate(report, "h100", ranks, PRESETS["h100"], of_shown)
+    faster = {row["case"]: row["to_weft"] for row in report.rows if row["case"] != cases.OURS}
+    assert cases.GATHER in faster and all(times > 1.3 for times in faster.values()), faster
