@@ -361,6 +361,23 @@ def test_a_second_rank_that_waits_is_compiled_too() -> None:
     assert max(virtual_world(2).run(program).results) < 1e-12
 
 
+def test_mamba2_by_its_mapping_is_part_of_one_graph() -> None:
+    """As the docs say: the call itself is a graph break, linear attention of the same mapping is none."""
+    rates = -torch.linspace(0.1, 0.5, 4, dtype=torch.float64)
+
+    def by_mapping(x: Tensor) -> Tensor:
+        steps = nn.functional.softplus(x[..., 0])
+        return weft.linear_attention(x[:, :, ::2], x[:, :, 1::2], x * steps[..., None], rates * steps, scale=1.0)[0]
+
+    def by_name(x: Tensor) -> Tensor:
+        return weft.mamba2(x, x[..., 0], rates, x[:, :, 1::2], x[:, :, ::2], dt_softplus=True)[0]
+
+    x = tokens(0, torch.float64)
+    assert relative(step(whole(by_mapping), x), step(by_name, x)) < 1e-12
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        whole(by_name)(x)
+
+
 def test_masks_sinks_and_a_gradient_of_lse_are_part_of_the_graph() -> None:
     def model(q: Tensor, sinks: Tensor, mask: weft.Mask) -> Tensor:
         out, lse = weft.attention(q, q, q, mask=mask, sinks=sinks, return_lse=True)

@@ -8,12 +8,15 @@ from worlds import virtual_world
 
 import weft
 from weft.bench.delta_rule import cases
-from weft.bench.delta_rule.account import PRODUCTS
+from weft.bench.delta_rule.account import PRODUCTS, count_work
 from weft.bench.delta_rule.baselines import by_gather, by_heads, with_nothing_sent
-from weft.bench.delta_rule.cases import MODELS, NAIVE, PASSES, flops, make_inputs
+from weft.bench.delta_rule.cases import MODELS, NAIVE, PASSES, flops, make_cases, make_inputs
+from weft.bench.linear_attention.cases import VIRTUAL_COLUMNS, simulate
 from weft.bench.ranks import RankPool
-from weft.bench.report import Report
+from weft.bench.report import Layout, Report
+from weft.bench.timing import Case
 from weft.comm.wire import SoloWire
+from weft.world.machine import PRESETS
 
 TOKENS, HEADS, DIM = 70, 4, 8
 
@@ -61,6 +64,17 @@ def test_what_is_computed_with_nothing_sent_is_the_work_of_the_operation() -> No
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dim", [8, 16])
+def test_two_ranks_compute_no_more_than_half_of_one_process(dim: int) -> None:
+    """Products of weft on either rank, with heads in groups; what fla's recipe adds is counted too."""
+    work = virtual_world(2).run(lambda axis: count_work(axis, make_cases, 128, 4, dim)).results
+    half = work[0][cases.ALL_TOKENS][0] / 2
+    for rank in work:
+        assert rank[cases.LOCAL][0] == rank[cases.OURS][0] == rank[cases.UNSENT][0] == pytest.approx(half)
+        assert rank[cases.LOCAL][1] < rank[cases.UNSENT][1] < rank[cases.OURS][1]
+    assert max(rank[cases.GATHER][0] for rank in work) > 1.04 * half
+
+
 def test_flops_are_those_of_the_algorithm_at_chunk_64() -> None:
     assert flops(64, 1, 128, both=False) == pytest.approx(2 * 4.50e6, rel=1e-3)
     assert 3 < flops(64, 1, 128, both=True) / flops(64, 1, 128, both=False) < 4
@@ -94,7 +108,25 @@ def test_tables_of_the_benchmark(monkeypatch, capsys, is_installed: bool) -> Non
         assert mine[PRODUCTS]["gflop"] > 0.9 * mine[PRODUCTS]["counted"] > 0
         assert all(row["calls"] > 0 for row in mine.values())
     assert rows["ranks, 64", cases.ALL_TOKENS]["to_one_process"] == 1
+    assert all(row["gflop"] > 0 and row["calls"] > 0 for (table, _), row in rows.items() if table == "ranks, 64")
     assert all(rows["h100, 8 ranks", recipe]["to_weft"] > 1 for recipe in (cases.GATHER, cases.HEADS_ALIKE))
     assert ("h100, 3 ranks", cases.HEADS_ALIKE) not in rows and ("h100, 3 ranks", cases.GATHER) in rows
     said = "fla-core is not installed: no rows of its naive operations"
     assert (said in capsys.readouterr().err) == (not is_installed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+def test_ahead_of_both_recipes_from_8_h100s_on(ranks: int) -> None:
+    shown = (cases.OURS, cases.GATHER, cases.HEADS_ALIKE)
+    made = cases._h100_cases(ranks)
+    report = Report({}, None, shown=False)
+    report.tables["h100"] = Layout("", VIRTUAL_COLUMNS)
+
+    def of_shown(axis: weft.Axis) -> dict[str, Case]:
+        return {name: case for name, case in made(axis).items() if name in shown}
+
+    simulate(report, "h100", ranks, PRESETS["h100"], of_shown)
+    faster = {row["case"]: row["to_weft"] for row in report.rows if row["case"] != cases.OURS}
+    assert cases.GATHER in faster and all(times > 1.3 for times in faster.values()), faster

@@ -340,6 +340,8 @@ ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybr
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("FalconMambaConfig", {}),
     "glm5_next_text": ("Glm5NextTextConfig", {"num_key_value_heads": 4}),
+    "inkling2_text": ("Inkling2TextConfig", {}),
+    "inkling_text": ("InklingTextConfig", {}),
     "jamba": ("JambaConfig", {}),
     "mamba": ("MambaConfig", {}),
     "qwen4_exp_text": ("Qwen4ExpTextConfig", {}),

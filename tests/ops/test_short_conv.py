@@ -145,6 +145,24 @@ def test_only_the_halo_travels_and_nothing_across_documents() -> None:
     assert sent((0, 7, 24)) == [tokens // 3, tokens + tokens // 3, tokens]
 
 
+def test_the_halo_travels_under_the_local_part() -> None:
+    """Forward and backward, where a message takes less than the work beside it; lengths are known."""
+
+    def elapsed(latency: float) -> float:
+        def program(axis: weft.Axis) -> None:
+            x = torch.empty(1, 4096, 8, device="meta", requires_grad=True)
+            sequence = weft.Sequence(axis, "contiguous", (4096,) * 8, None)
+            y, _ = weft.short_conv(x, torch.empty(8, 4, device="meta"), activation="silu", sequence=sequence)
+            y.backward(torch.empty_like(y))
+
+        machine = weft.world.Machine(latency, float("inf"), memory_bandwidth=1e9)
+        return weft.world.VirtualWorld(8, machine).run(program).elapsed
+
+    local = elapsed(0.0)
+    assert elapsed(local / 50) == pytest.approx(local, rel=1e-9)
+    assert elapsed(local) > 1.5 * local  # which is what waiting at once would show
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

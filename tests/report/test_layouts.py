@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,6 +34,20 @@ def test_the_table_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     drawn = ElementTree.parse(tmp_path / "layouts.svg").getroot()
     titles = {title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")}
     assert titles == {f"rank {rank}" for rank in range(4)}
+
+
+def test_the_docs_have_what_the_commands_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`weft layouts --picture docs/layouts.svg` and `weft layouts --ranks 64`, the same to the last character."""
+    docs, cells = Path(__file__).parents[2] / "docs", {}
+    for line in (docs / "attention.md").read_text().splitlines():
+        if (row := re.fullmatch(r"\| (\w+) \| (\d+) (\|.*)", line)) is not None:
+            cells[int(row[2]), row[1]] = row[3]
+    for ranks in (8, 64):
+        show_layouts(ranks=ranks, picture=tmp_path / f"{ranks}.svg")
+        printed = capsys.readouterr().out
+        for layout in LAYOUTS:
+            assert f"| {layout} {cells[ranks, layout]}\n" in printed
+    assert (tmp_path / "8.svg").read_text() == (docs / "layouts.svg").read_text()
 
 
 def test_wrong_flags_are_told() -> None:

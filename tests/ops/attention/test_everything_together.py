@@ -103,3 +103,25 @@ def test_everything_together(
 
     far, of_sinks = zip(*virtual_world(size).run(program).results, strict=True)
     assert max(*far, difference(sum(of_sinks), grads[3])) < 1e-10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_inputs_same_bits(method: str) -> None:
+    """A tree in layout balanced, with sinks, a cap and a loss of lse, in fp32."""
+    mask = weft.Mask.tree([-1, 0, 0, 2, 2, -1, 5], [40, 31, 8, 20, 17, 60, 24])
+
+    def program(axis: weft.Axis) -> bool:
+        sequence, found = weft.sequence(total=mask.total, layout="balanced", mask=mask, group=axis), []
+        for _ in range(3):
+            make = torch.Generator().manual_seed(axis.rank)
+            shapes = [(1, sequence.length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            leaves = [torch.randn(*shape, generator=make).requires_grad_() for shape in shapes]
+            leaves.append(torch.linspace(-1, 1, HEADS).requires_grad_())
+            out, lse = weft.attention(
+                *leaves[:3], sinks=leaves[3], softcap=1.5, mask=mask, method=method, sequence=sequence, return_lse=True
+            )
+            grads = torch.autograd.grad(out.square().sum() + lse.square().sum(), leaves)
+            found.append((out.detach(), lse.detach(), *grads))
+        return all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
+
+    assert all(virtual_world(5).run(program).results)

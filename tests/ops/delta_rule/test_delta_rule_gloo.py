@@ -36,7 +36,7 @@ def every_method(axis: weft.Axis, size: int) -> float:
         return 0.0
     total, worst = 8 * size + 3, 0.0
     start = torch.zeros(1, 4, 4, 3, dtype=torch.float64)
-    for gate, layout in (("none", "zigzag"), ("scalar", "contiguous"), ("vector", "zigzag")):
+    for gate, layout in (("none", "zigzag"), ("scalar", "contiguous"), ("vector", "zigzag"), ("scalar", "balanced")):
         for bounds in (None, [0, 2, 2, total // 2, total]):
             tensors = inputs(total, gate)
             lengths = [total] if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
@@ -46,13 +46,13 @@ def every_method(axis: weft.Axis, size: int) -> float:
             )
             true = torch.autograd.grad(o.square().sum() + state.sum() * size, leaves)
             for method in METHODS:
-                local = [weft.shard(t, 1, layout=layout, group=group).requires_grad_() for t in tensors]
+                where = {"layout": layout, "cu_seqlens": bounds, "group": group}
+                local = [weft.shard(t, 1, **where).requires_grad_() for t in tensors]
                 out, final = weft.delta_rule(
-                    *local, scale=0.5, output_final_state=True, layout=layout, method=method, group=group, chunk_size=8,
-                    cu_seqlens=None if bounds is None else torch.tensor(bounds),
-                )  # fmt: skip
+                    *local, scale=0.5, output_final_state=True, method=method, chunk_size=8, **where
+                )
                 got = torch.autograd.grad(out.square().sum() + final.sum(), local)
-                wanted = [weft.shard(t, 1, layout=layout, group=group) for t in (o.detach(), *true)]
+                wanted = [weft.shard(t, 1, **where) for t in (o.detach(), *true)]
                 for a, b in [*zip([out, *got], wanted, strict=True), (final, state)]:
                     worst = max(worst, ((a - b).abs().max() / b.abs().max()).item())
     return worst
@@ -63,20 +63,27 @@ def test_every_method_layout_and_packing(pool: ProcessWorld, size: int) -> None:
     assert max(pool.run(every_method, size)) < 1e-10
 
 
-def repeat(axis: weft.Axis) -> bool:
-    tensors = [weft.shard(t, 1, layout="zigzag", group=axis) for t in inputs(90, "vector", torch.float32)]
-    weight = torch.ones(16, 4)
+def repeat(axis: weft.Axis, gate: str, layout: str, method: str, bounds: list[int] | None) -> bool:
+    sequence = weft.sequence(total=90, layout=layout, cu_seqlens=bounds, group=axis)
+    tensors = [weft.shard(t, 1, sequence=sequence) for t in inputs(90, gate, torch.float32)]
+    weight = torch.ones(12, 4)
     found = []
     for _ in range(3):
         local = [t.clone().requires_grad_() for t in tensors]
-        v, _ = weft.short_conv(local[2].flatten(2), weight[:12], activation="silu", layout="zigzag", group=axis)
-        o, _ = weft.delta_rule(*local[:2], v.view_as(local[2]), *local[3:], layout="zigzag", group=axis)
+        v, _ = weft.short_conv(local[2].flatten(2), weight, activation="silu", sequence=sequence)
+        o, _ = weft.delta_rule(*local[:2], v.view_as(local[2]), *local[3:], method=method, sequence=sequence)
         found.append((o.detach(), *torch.autograd.grad(o.square().sum(), local)))
     return all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
 
 
-def test_same_inputs_same_bits(pool: ProcessWorld) -> None:
-    assert all(pool.run(repeat))
+@pytest.mark.parametrize(("gate", "layout", "method", "bounds"), [
+    ("vector", "zigzag", "auto", None),
+    ("scalar", "balanced", "tree", [0, 41, 90]),
+    ("none", "contiguous", "ring", None),
+    ("scalar", "contiguous", "auto", [0, 30, 60, 90]),  # on two ranks each: the second one waits
+])  # fmt: skip
+def test_same_inputs_same_bits(pool: ProcessWorld, gate: str, layout: str, method: str, bounds: list[int]) -> None:
+    assert all(pool.run(repeat, gate, layout, method, bounds))
 
 
 @pytest.mark.usefixtures("every_network")
@@ -160,10 +167,11 @@ def test_half_precision_with_fp32_gates_also_under_autocast(gate: str, dtype: to
     assert all(torch.equal(a, b) for one, two in zip(plain, cast, strict=True) for a, b in zip(one, two, strict=True))
 
 
-def test_one_strong_gate_costs_its_neighbours_nothing() -> None:
-    """-320 in one channel of one token: in fp32 the rest of the chunk is as exact as without it."""
-    tensors = inputs(64, "vector", torch.float32)
-    tensors[4][:, 20, :, 1] = -320.0
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_one_strong_gate_costs_its_neighbours_nothing(gate: str) -> None:
+    """-320 in one token (of a vector in one channel): in fp32 the rest of the chunk is as exact as without it."""
+    tensors = inputs(64, gate, torch.float32)
+    (tensors[4] if gate == "scalar" else tensors[4][..., 1])[:, 20] = -320.0
     start = torch.zeros(1, 4, 4, 3)
     leaves = [t.double().requires_grad_() for t in tensors]
     true, _ = delta_reference(*leaves, 0.5, start.double(), [64])

@@ -166,6 +166,22 @@ def test_on_processes(pool: ProcessWorld, size: int) -> None:
     assert max(pool.run(on_gloo, size)) < 1e-10
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_inputs_same_bits(layout: str) -> None:
+    def program(axis: weft.Axis) -> bool:
+        sequence, found = weft.sequence(total=90, layout=layout, cu_seqlens=[0, 17, 17, 90], group=axis), []
+        inputs = {name: x.float() for name, x in draw_inputs("two groups", 1, 90, 3).items()}
+        for _ in range(3):
+            local = {name: (x.clone() if name in WHOLE else weft.shard(x, 1, sequence=sequence)).requires_grad_()
+                     for name, x in inputs.items()}  # fmt: skip
+            y, last = weft.selective_scan(**local, delta_softplus=True, return_last_state=True, sequence=sequence)
+            grads = torch.autograd.grad(y.square().sum() + last.square().sum(), list(local.values()))
+            found.append((y.detach(), last.detach(), *grads))
+        return all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
+
+    assert all(virtual_world(5).run(program).results)
+
+
 def test_the_host_never_waits_and_bf16() -> None:
     simulated = simulated_device()
 

@@ -22,7 +22,7 @@ from weft.comm import Axis, Pending
 from weft.ops.attention.blockwise import KVSchedule, backward_by_blocks, forward_by_blocks
 from weft.ops.attention.kv_exchange import KVBlock, KVExchange
 from weft.ops.attention.plan import KeySpan, Options
-from weft.ops.sequence.layout import Sequence, resolve
+from weft.ops.sequence.layout import ANY_LENGTHS, Sequence, resolve, shard_runs
 
 
 class Baseline(torch.autograd.Function):
@@ -34,11 +34,12 @@ class Baseline(torch.autograd.Function):
     ) -> Tensor:
         name, lengths, bounds = schedule.__name__, options.lengths, options.cu_seqlens
         call = axis.begin(name, options, metadata=(q.shape[1],) if lengths is None else None)
-        where = (
-            resolve(name, call, axis, options.layout, bounds)
-            if lengths is None
-            else Sequence(axis, options.layout, lengths, bounds)
-        )
+        if lengths is None:
+            where = resolve(name, call, axis, options.layout, bounds)
+        else:
+            dealt = options.layout not in ANY_LENGTHS
+            runs = shard_runs(sum(lengths), options.layout, axis.size, bounds) if dealt else None
+            where = Sequence(axis, options.layout, lengths, bounds, runs)
         plan = options.plan(where)
         out, _, saved = forward_by_blocks(schedule, options, call, plan, q, k, v, begun=None)
         ctx.save_for_backward(*saved)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.bench.attention import baselines
+from weft.bench.attention.baselines import Baseline, options_for
 from weft.bench.ranks import Measured, RankPool, describe_cases, describe_ledgers, fill_table
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, Sample, examine, forward_and_backward, take_turns, use_threads
@@ -28,6 +30,7 @@ from weft.world.machine import PRESETS, Machine
 HEADS, KV_HEADS, DIM = 8, 2, 64
 H100_HEADS, H100_KV_HEADS, H100_DIM = 64, 8, 128
 ONE = "one process, one thread"
+UNSENT = "no communication, balanced"
 
 COLUMNS = (
     Column("case", "causal, forward + backward"),
@@ -59,6 +62,7 @@ def run(
     with report.progress(repeats, "packed attention") as advance:
         facts = describe_cases(pool.run(examine, make_cases, *args))
         balance = {f"weft, {layout}": imbalance(layout, bounds, pool.size) for layout in LAYOUTS}
+        balance[UNSENT] = balance["weft, balanced"]
         rows = {case: {**found, "busiest": balance.get(case)} for case, found in facts.items()}
         take = partial(pool.run, sample, args)
         fill_table(report, "packed", take, repeats, advance, rows)
@@ -88,7 +92,8 @@ def make_cases(axis: Axis, bounds: Bounds) -> dict[str, Case]:
     make = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, bounds[-1], heads, DIM, generator=make) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return {ONE: alone(bounds, whole) if axis.rank == 0 else lambda: None} | {
-        f"weft, {layout}": by_layout(axis, layout, bounds, whole) for layout in LAYOUTS
+        UNSENT: unsent(axis, bounds, whole),
+        **{f"weft, {layout}": by_layout(axis, layout, bounds, whole) for layout in LAYOUTS},
     }
 
 
@@ -96,6 +101,14 @@ def alone(bounds: Bounds, whole: Sequence[Tensor]) -> Case:
     """All documents in one process."""
     attend = partial(attention, causal=True, cu_seqlens=torch.tensor(bounds), group=Axis.over(SoloWire()))
     return forward_and_backward(attend, [x.detach().requires_grad_() for x in whole])
+
+
+def unsent(axis: Axis, bounds: Bounds, whole: Sequence[Tensor]) -> Case:
+    """This rank's work of a balanced deal as if all keys were here: what is over its share is none of the messages."""
+    where = sequence(total=bounds[-1], layout="balanced", cu_seqlens=bounds, group=axis)
+    local = [shard(x, 1, sequence=where).requires_grad_() for x in whole]
+    options = options_for(local[0], local[1], where.layout, (KV_HEADS,), where)
+    return forward_and_backward(lambda *t: Baseline.apply(*t, options, axis, baselines.local), local)
 
 
 def by_layout(axis: Axis, layout: str, bounds: Bounds, whole: Sequence[Tensor]) -> Case:

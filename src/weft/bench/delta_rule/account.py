@@ -1,14 +1,18 @@
-"""Where the time of the local kernel goes: shares of it by kind of operator, and the FLOPs of its products."""
+"""Where time goes: the local kernel's by kind of operator, with the FLOPs of its products; what each rank computes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.bench.report import Column
 from weft.bench.timing import Case
+from weft.comm import Axis
 
 PRODUCTS, INVERSES, COPIES, ELEMENTWISE, CALLS = (
     "matrix products", "triangular inverses", "copies", "elementwise and sums", "calls and views",
@@ -63,3 +67,33 @@ def _has_out(event: Any) -> bool:
     """Whether the last shape is that of ``out``."""
     tensors = sum(bool(shape) for shape in event.input_shapes)
     return tensors > (2 if event.key == "aten::bmm" else 3)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts operators that make or write tensors; views cost next to nothing."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def count_work(axis: Axis, make: Callable[..., Mapping[str, Case]], *args: Any) -> dict[str, tuple[float, int]]:
+    """GFLOP of the products and calls of operators in each case of ``make(axis, *args)``, in this rank's own thread."""
+    found = {}
+    for name, case in make(axis, *args).items():
+        with FlopCounterMode(display=False) as products:
+            case()
+        with _Calls() as calls:
+            case()
+        found[name] = products.get_total_flops() / 1e9, calls.count
+    return found
+
+
+def describe_work(ranks: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, dict[str, Any]]:
+    """Of what `count_work` found, by case, that of the rank with most."""
+    return {
+        case: {"gflop": max(rank[case][0] for rank in ranks), "calls": max(rank[case][1] for rank in ranks)}
+        for case in ranks[0]
+    }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from weft.bench.delta_rule.account import COLUMNS, account
+from weft.bench.delta_rule.account import COLUMNS, account, count_work, describe_work
 from weft.bench.delta_rule.baselines import by_gather, by_heads, with_nothing_sent
 from weft.bench.linear_attention.baselines import fla
 from weft.bench.linear_attention.cases import LOCAL, MATMUL, OURS, RANK_COLUMNS, VIRTUAL_COLUMNS, simulate
@@ -73,6 +73,8 @@ RANKS = (
     RANK_COLUMNS[3],
     Column("to_one_process", "x faster than one process", "{:.2f}", lambda m: m.faster_than(ALL_TOKENS)),
     *RANK_COLUMNS[4:],
+    Column("gflop", "GFLOP of a rank", "{:.2f}"),
+    Column("calls", "calls of operators", "{:,}"),
 )
 
 
@@ -96,6 +98,8 @@ def run(pool: RankPool, report: Report, repeats: int, tokens: int, heads: int, h
             report.tables[table] = Layout(f"{title}, forward + backward", RANKS)
             args = [tokens // pool.size, heads, dim]
             facts = describe_cases(pool.run(examine, make_cases, *args))
+            work = describe_work(pool.run(count_work, make_cases, *args))
+            facts = {case: {**found, **work[case]} for case, found in facts.items()}
             fill_table(report, table, partial(pool.run, sample_ranks, args), repeats, advance, facts)
     if pool.reports:
         report.tables["operators"] = Layout(f"where the time of KDA's kernel goes, {shape} T{tokens} K=V=64", COLUMNS)

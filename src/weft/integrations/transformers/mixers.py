@@ -79,10 +79,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 SELECTIVE = "selective scans of Mamba-1, one state per channel"
+CONVOLVED = "short convolutions within its layers, and biases by distance"
 # Models that look at neighbouring tokens in ways that are not computed over ranks here.
 REFUSED = {
     "falcon_mamba": SELECTIVE,
     "glm5_next_text": "attention to tokens that an indexer chose",
+    "inkling2_text": CONVOLVED,
+    "inkling_text": CONVOLVED,
     "jamba": SELECTIVE,
     "mamba": SELECTIVE,
     "qwen4_exp_text": "attention to tokens that an indexer chose",
