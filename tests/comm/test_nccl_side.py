@@ -152,6 +152,37 @@ def test_two_ranks_of_three_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_simulated_device
+def test_who_gives_up_closes_the_communicator() -> None:
+    """As hang detection does; that it is closed already is no error, and messages are refused from then on."""
+
+    def program(axis: Axis) -> str:
+        received, peer = torch.empty(8, device="sim"), 1 - axis.rank
+        axis.exchange([(peer, here(axis))], [(peer, received)]).wait()
+        side = axis.wire._side
+        side.close()
+        side.close()
+        with pytest.raises(RuntimeError, match="aborted") as caught:
+            axis.exchange([(peer, here(axis))], [(peer, received)])
+        return str(caught.value)
+
+    assert world(2).run(program).results == ["NCCL communicator was aborted"] * 2
+
+
+class Failing:
+    """A backend whose communicator is not made, or gone."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        pass
+
+    def abort(self) -> None:
+        raise RuntimeError("there is no communicator")
+
+
+def test_closing_what_is_gone_is_no_error() -> None:
+    NcclSide(Failing(), torch.device("cpu")).close()
+
+
+@on_simulated_device
 def test_cpu_tensors_take_the_other_side() -> None:
     def program(axis: Axis) -> list[float]:
         received = torch.empty(8)
