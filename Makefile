@@ -27,7 +27,7 @@ bench: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,plot,train,transformers]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,train,transformers]"
 	touch $@
 
 clean:
