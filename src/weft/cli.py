@@ -193,7 +193,8 @@ def check_device(device: str = "auto", ranks: int | None = None, only: tuple[str
         device: An accelerator by name; auto is the one there is; sim is a simulated one, on virtual ranks, where host
             syncs are counted and races between streams are found.
         ranks: Virtual ranks of --device sim (2 if left out).
-        only: Families: scan, linear-attention, delta-rule, attention, rows, optimizers, model. All if left out.
+        only: Families: scan, linear-attention, delta-rule, attention, sequence, rows, optimizers, model. All if left
+            out.
     """
     check_file("--json", json)
     from weft.check.command import run_check

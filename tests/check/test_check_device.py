@@ -71,7 +71,7 @@ def test_every_operation_has_a_row(run_check: Check) -> None:
 
 @on_simulated_device
 @pytest.mark.parametrize(
-    "families", [("rows", "optimizers", "model"), pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=len
+    "families", [("sequence", "rows", "optimizers", "model"), pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=len
 )
 def test_the_table_of_host_syncs(run_check: Check, families: tuple[str, ...]) -> None:
     """The command that counts them: on two ranks no operation waits more often than docs/devices.md says."""
@@ -204,6 +204,7 @@ def test_the_page_says_what_is_checked() -> None:
         "exclusive_scan": "`weft.exclusive_scan`", "linear_attention": "`weft.linear_attention`",
         "mamba2": "`weft.mamba2`", "selective_scan": "`weft.selective_scan`", "delta_rule": "`weft.delta_rule`",
         "short_conv": "`weft.short_conv`", "attention": "`weft.attention`",
+        "unshard": "`weft.unshard`", "mean_loss": "`weft.mean_loss`",
         **{name: f"`weft.optim.{name}`" for name in ("ShardedAdamW", "REKLS", "SOAP", "Muon", "NorMuon")},
         "OverlappedStep": "`weft.optim.OverlappedStep` with `clip`",
         "the model of weft train": "a step of `weft train`",

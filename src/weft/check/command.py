@@ -17,7 +17,13 @@ from rich.progress import track
 from weft.bench.report import Column, Layout, Report, describe_machine
 from weft.check.case import TOLERANCES, Case
 from weft.check.measure import Outcome, failed, measure, results_on_cpu
-from weft.check.operations import attention_cases, delta_rule_cases, linear_attention_cases, scan_cases
+from weft.check.operations import (
+    attention_cases,
+    delta_rule_cases,
+    linear_attention_cases,
+    scan_cases,
+    sequence_cases,
+)
 from weft.check.training import model_cases, optimizer_cases, row_cases
 from weft.comm import Axis
 from weft.parallel.rendezvous import device_of_rank, joined_world
@@ -26,7 +32,7 @@ from weft.world.launch import collect
 
 PATIENCE = timedelta(seconds=60)  # with a rank that does not answer
 MOST_RANKS = 8  # virtual ones
-FAMILIES = ("scan", "linear-attention", "delta-rule", "attention", "rows", "optimizers", "model")
+FAMILIES = ("scan", "linear-attention", "delta-rule", "attention", "sequence", "rows", "optimizers", "model")
 _COLUMNS = (
     Column("operation", "operation"),
     Column("error", "max rel. error", "{:.1e}"),
@@ -76,8 +82,8 @@ def check(pool: Ranks, only: Sequence[str], json: Path | None) -> bool:
 def list_cases(device: torch.device) -> list[Case]:
     """Every operation that ``device`` can do."""
     return [
-        *scan_cases(), *linear_attention_cases(device), *delta_rule_cases(device), *attention_cases(), *row_cases(),
-        *optimizer_cases(), *model_cases(),
+        *scan_cases(), *linear_attention_cases(device), *delta_rule_cases(device), *attention_cases(),
+        *sequence_cases(), *row_cases(), *optimizer_cases(), *model_cases(),
     ]  # fmt: skip
 
 

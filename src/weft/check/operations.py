@@ -1,4 +1,4 @@
-"""Cases of operations over a sequence: scans, linear attention and its relatives, softmax attention."""
+"""Cases of operations over a sequence: scans, linear attention and its relatives, attention; and around them."""
 
 from __future__ import annotations
 
@@ -169,3 +169,30 @@ def _attention_of(kind: str, dtype: torch.dtype, axis: Axis, device: torch.devic
         return torch.cat([out, lse[..., None].to(dtype)], 3)
 
     return lambda: with_gradients(work, given, weight)
+
+
+def sequence_cases() -> Iterator[Case]:
+    """The whole of the parts in zigzag, and its parts again; the mean of a loss, with its count on either side."""
+    yield Case("sequence", call_name("unshard", "and shard", "fp32"), _unshard, torch.float32)
+    for place in ("host", "device"):
+        name = call_name("mean_loss", f"{place} count")
+        yield Case("sequence", name, partial(_mean_loss, place == "host"), torch.float32)
+
+
+def _unshard(axis: Axis, device: torch.device) -> Work:
+    whole, weight = (draw(seed, 1, TOKENS * axis.size, DIM, dtype=torch.float32) for seed in (1, 2))
+    part, weight = (weft.shard(x, 1, layout="zigzag", group=axis) for x in (whole, weight))
+    (given,), weight = leaves([part], device), weight.to(device)
+
+    def work() -> Tensor:
+        whole = weft.unshard(given, 1, layout="zigzag", group=axis)
+        return weft.shard(whole.cumsum(1), 1, layout="zigzag", group=axis)
+
+    return lambda: with_gradients(work, [given], weight)
+
+
+def _mean_loss(on_host: bool, axis: Axis, device: torch.device) -> Work:
+    (losses,) = leaves([draw(axis.rank, TOKENS, dtype=torch.float32)], device)
+    count = TOKENS - axis.rank if on_host else torch.tensor(TOKENS - axis.rank).to(device)
+    weight = torch.ones((), device=device)
+    return lambda: with_gradients(lambda: weft.mean_loss(losses.square().sum(), count, group=axis), [losses], weight)
