@@ -113,6 +113,7 @@ def shown() -> Tensor:
     return seen
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("softcap", [None, 1.3])
 @pytest.mark.parametrize("sinks", ["none", "finite", "some -inf"])
@@ -127,6 +128,7 @@ def test_rows_that_see_nothing(sinks: str, softcap: float | None, method: str) -
     assert worst(nothing, (4, 3, 4), True, mask=weft.Mask([], 11), method=method) < 1e-10
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 1, 0), (1, 0, 1), (0, 0, 2)])
 def test_fewer_tokens_than_ranks(lengths: tuple[int, ...], method: str) -> None:
@@ -135,6 +137,7 @@ def test_fewer_tokens_than_ranks(lengths: tuple[int, ...], method: str) -> None:
         assert worst(problem, lengths, True, causal=True, method=method) < 1e-10
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bounds", [[0, 0, 3, 3, 3, 4, 11, 11], [0, 1, 11], list(range(12))])
 def test_documents_without_tokens_and_of_one(bounds: list[int], method: str) -> None:
@@ -144,6 +147,7 @@ def test_documents_without_tokens_and_of_one(bounds: list[int], method: str) -> 
     assert worst(problem, (4, 3, 4), True, **options) < 1e-10
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("window", [(2**63 - 1, 2**63 - 1), (2**62, 0), (1, 2**60), (0, 0)])
 def test_windows_wider_than_any_sequence(window: tuple[int, int], method: str) -> None:
@@ -176,6 +180,7 @@ def test_scales_that_are_not_positive(scale: float, dtype: torch.dtype, method: 
     assert difference(torch.cat([lse for _, lse, _ in ranks], 1).double(), wanted_lse) < limit
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("softcap", [1e-300, 1e300])
 def test_caps_at_the_ends_of_fp64(softcap: float) -> None:
     assert worst(draw(causal(11), softcap=softcap), (4, 3, 4), True, causal=True) < 1e-10
@@ -221,6 +226,7 @@ def test_an_input_that_is_overwritten_before_the_backward(method: str) -> None:
             assert "modified by an inplace operation" in words
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_some_arguments_only(method: str) -> None:
     problem = draw(causal(11), True)

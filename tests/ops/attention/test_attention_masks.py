@@ -196,6 +196,7 @@ def test_every_visible_pair_is_computed_once(drawn: tuple[weft.Mask, tuple[int, 
         assert torch.equal(times, seen[held[rank]][:, tokens].long())
 
 
+@pytest.mark.usefixtures("every_network")
 def test_documents_of_a_sequence_limit_a_mask() -> None:
     lengths = (7, 9)
     both = weft.Mask.causal(16) & weft.Mask.full([0, 5, 16])
@@ -244,7 +245,7 @@ def test_wrong_masks_are_refused_on_every_rank(changes: dict, kind, words: str, 
             return type(error), str(error)
         return type(None), ""
 
-    results = weft.world.VirtualWorld(3).run(program).results
+    results = virtual_world(3).run(program).results
     if with_sequence and "cu_seqlens" in changes:
         words = "cu_seqlens is part of sequence; leave it out"
     if odd == "all" and "digest" in words:

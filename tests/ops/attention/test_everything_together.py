@@ -105,6 +105,7 @@ def test_everything_together(
     assert max(*far, difference(sum(of_sinks), grads[3])) < 1e-10
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", METHODS)
 def test_same_inputs_same_bits(method: str) -> None:
     """A tree in layout balanced, with sinks, a cap and a loss of lse, in fp32."""

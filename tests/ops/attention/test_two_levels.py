@@ -68,6 +68,7 @@ def chunks(lengths: tuple[int, ...], layout: str) -> tuple[TokenRun, ...]:
     return tuple(run for run in runs if run.length)
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("method", ["ulysses", *TWO_LEVELS])
 def test_many_runs_on_a_rank_in_any_order(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.ops.sequence.layout.lay_out", chunks)
@@ -84,7 +85,7 @@ def test_many_runs_on_a_rank_in_any_order(method: Any, monkeypatch: pytest.Monke
         found = (out, lse, *torch.autograd.grad(out, leaves, grad))
         return max(distance(x, y[:, places]) for x, y in zip(found, problem(case)[1], strict=True))
 
-    assert max(weft.world.VirtualWorld(6).run(program).results) < 1e-10
+    assert max(virtual_world(6).run(program).results) < 1e-10
 
 
 @pytest.mark.usefixtures("every_network")

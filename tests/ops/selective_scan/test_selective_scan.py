@@ -136,6 +136,7 @@ def test_random_splits_and_documents(lengths, cuts, layer, layout, chunk_size) -
     check(layer, Case(tuple(lengths), bounds), layout, "auto", chunk_size=chunk_size)
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("tile", [1, 2000])
 def test_backward_in_tiles_and_fp32(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few chunks are worked on at a time."""
@@ -166,6 +167,7 @@ def test_on_processes(pool: ProcessWorld, size: int) -> None:
     assert max(pool.run(on_gloo, size)) < 1e-10
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_inputs_same_bits(layout: str) -> None:
     def program(axis: weft.Axis) -> bool:

@@ -146,6 +146,7 @@ def test_every_operation_size_and_total(name: str, size: int) -> None:
                 check(size, name, total, packed, kind)
 
 
+@pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("kind", ["chunks", "mask"])
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 def test_sizes_and_deals_of_ones_own(size: int, kind: str) -> None:
@@ -153,6 +154,7 @@ def test_sizes_and_deals_of_ones_own(size: int, kind: str) -> None:
         check(size, name, (70 * size + 1, 4 * size + 3, size - 1)[number % 3], number % 2 == 0, kind)
 
 
+@pytest.mark.usefixtures("every_network")
 def test_ulysses_puts_slices_in_order() -> None:
     for kind in ("name", "scattered", "backwards"):
 
@@ -167,6 +169,7 @@ def test_ulysses_puts_slices_in_order() -> None:
         assert max(virtual_world(4).run(program).results) < 1e-10
 
 
+@pytest.mark.usefixtures("every_network")
 def test_predictions_that_are_wrong_change_nothing() -> None:
     """Totals change from call to call, so that the ranks' lengths of the last call say nothing about this one."""
 

@@ -181,6 +181,7 @@ def test_losses_without_tokens_are_refused() -> None:
     assert virtual_world(2).run(program).results == ["refused"] * 2
 
 
+@pytest.mark.usefixtures("every_network")
 def test_second_derivatives() -> None:
     """Right in one process; over several ranks a gradient is P times a share, so they are refused."""
 
