@@ -346,6 +346,31 @@ def test_on_virtual_ranks(method: str) -> None:
     assert max(virtual_world(4).run(program).results) < 1e-12
 
 
+@pytest.mark.usefixtures("network")
+def test_two_levels_over_a_balanced_sequence() -> None:
+    sizes, bounds = (1, 23, HEADS, DIM), [0, 9, 10, 23]
+    whole_x = torch.randn(*sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def model(x: Tensor, group: Any, sequence: weft.Sequence) -> Tensor:
+        out = weft.attention(
+            x, x, torch.sin(x), causal=True, method=("ulysses", "gather"), group=group, sequence=sequence
+        )
+        return torch.cos(weft.linear_attention(out, x, out, sequence=sequence)[0])
+
+    compiled = whole(model)
+
+    def program(axis: weft.Axis) -> float:
+        inner = axis.rank // 2 * 2
+        how = (
+            (axis, axis.subset([inner, inner + 1])),
+            weft.sequence(total=23, layout="balanced", cu_seqlens=bounds, group=axis),
+        )
+        x = weft.shard(whole_x, 1, sequence=how[1])
+        return relative(step(lambda x: compiled(x, *how), x), step(lambda x: model(x, *how), x))
+
+    assert max(virtual_world(4).run(program).results) < 1e-12
+
+
 def test_a_second_rank_that_waits_is_compiled_too() -> None:
     """The delta rule on two ranks: heads in groups, in one call of the graph."""
 

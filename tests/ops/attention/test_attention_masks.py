@@ -84,7 +84,7 @@ def faults(
 
     q, k, v, grad = (mine_of(x).to(dtype) for x in given)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = attention(*leaves, mask=mask, scale=SCALE, return_lse=True, **where, **options)
+    out, lse = attention(*leaves, mask=mask, scale=SCALE, return_lse=True, **{**where, **options})
     got = (out.detach(), lse, *torch.autograd.grad(out, leaves, grad))
     limit = 1e-10 if dtype == torch.float64 else 2e-5 if dtype == torch.float32 else 2e-2
     found = {name: difference(mine, mine_of(true)) for name, mine, true in zip(NAMES, got, wanted, strict=True)}

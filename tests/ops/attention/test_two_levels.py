@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+import test_attention_masks as masks
 import torch
 from ranks import errors_of
 from test_attention import NAMES, bounds_of, faults, lengths_of
@@ -55,6 +56,29 @@ def test_every_combination(kind: str, layout: str, mesh: tuple[int, int], method
 
     found = [fault for rank in virtual_world(size).run(program).results for fault in rank]
     assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.usefixtures("every_network")
+@pytest.mark.parametrize("method", TWO_LEVELS)
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 2)])
+def test_every_mask(mesh: tuple[int, int], method: tuple[str, str]) -> None:
+    """Each in one of the layouts and splits here, in all of them with `make soak`."""
+    size, splits = mesh[0] * mesh[1], list(itertools.product(("uneven", "missing"), LAYOUTS))
+    for number, (kind, layout) in enumerate(splits):
+        lengths = lengths_of(kind, size)
+        chosen = list(masks.cases(sum(lengths)))
+        chosen = chosen if "WEFT_SOAK" in os.environ else chosen[number :: len(splits)]
+
+        def program(axis: weft.Axis) -> list[str]:
+            found = []
+            for name, window in every(chosen):  # noqa: B023
+                known, given, wanted = masks.problem(name, sum(lengths), window, 4, 2)  # noqa: B023
+                options = {"method": method, "window": window, "group": levels(axis, mesh[1])}
+                found += masks.faults(axis, known.mask, lengths, layout, given, wanted, **options)  # noqa: B023
+            return found
+
+        found = [fault for rank in virtual_world(size).run(program).results for fault in rank]
+        assert not found, "\n".join(found[:5])
 
 
 def chunks(lengths: tuple[int, ...], layout: str) -> tuple[TokenRun, ...]:
