@@ -49,7 +49,7 @@ class Alone:
             due = "LR" if self.every and self.number % self.every == 0 else ""
         decays = self.settings.weight_decay_method == "l2" and self.settings.weight_decay != 0
         state = self.state | {"step": torch.tensor(float(self.number))}
-        return self.rule.advance(state, grad, self.weight if decays else None, self.settings, due)
+        return self.rule.advance_here(state, grad, self.weight if decays else None, self.settings, due)
 
     def step(self, grad: Tensor, due: str | None = None) -> None:
         new, update = self.advance(grad, due)

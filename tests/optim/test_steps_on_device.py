@@ -17,6 +17,7 @@ import weft
 import weft.optim.slices.adamw
 from weft import optim
 from weft.optim.matrix.rekls import VARIANTS
+from weft.optim.matrix.rule import Advancing
 from weft.optim.matrix.stable import STABLE
 
 SHAPES = ((6, 5), (5,), (7, 3), (3,), (), (0, 4))
@@ -363,8 +364,8 @@ def test_work_that_raises_on_one_rank(kind: str, monkeypatch: pytest.MonkeyPatch
 def test_an_update_that_is_not_finite_is_found_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     armed: list[int] = []
 
-    def broken(*args: Any) -> tuple[dict[str, Any], Tensor]:
-        new, update = STABLE.advance(*args)
+    def broken(*args: Any) -> Advancing:
+        new, update = yield from STABLE.advance(*args)
         return new, update * math.nan if armed and update.shape == (7, 3) else update
 
     monkeypatch.setitem(VARIANTS, "stable", replace(STABLE, advance=broken))

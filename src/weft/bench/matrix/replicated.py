@@ -71,7 +71,7 @@ class ReplicatedREKLS:
             for side, size in zip("LR", grad.shape, strict=True) if dim is not None else ():
                 state[side] = self._gather(state[side], split_rows(size, self.axis.size), 0)
             EXACT.derive(state, "LR")
-            new, update = EXACT.advance(state, grad, None, self.settings, "LR")
+            new, update = EXACT.advance_here(state, grad, None, self.settings, "LR")
             for name in self.state[weight]:
                 self.state[weight][name] = self._rows(new[name], dim) if name in "LR" else new[name]
             weight.mul_(self.settings.shrink)

@@ -5,7 +5,7 @@ Nothing is changed before the work of all ranks has succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.optim.matrix.plan import Plan
-from weft.optim.matrix.rule import EigenError, Settings, find_group_fault
+from weft.optim.matrix.rule import EigenError, RuleRun, Settings, State, complete, find_group_fault
+from weft.optim.matrix.second_owner import Lent, SecondOwners
 from weft.optim.owners import Bucket, Held, OwnedPart, Place, Transfer
 from weft.optim.step.compare import Examined, join_faults
 from weft.optim.step.part import first_group_fault
@@ -168,33 +169,45 @@ class MatrixEngine(OwnedPart):
             return
         now, numbers = self._settings(), {parameter: number for number, parameter in enumerate(self._plans)}
         weights = iter([] if one.weights is None else one.weights.wait())
-        one.weights, updates = None, list[Tensor | None]()
-        for task, grad in zip(one.tasks, one.arrive(), strict=True):
+        one.weights, runs = None, dict[int, RuleRun]()
+        for at, (task, grad) in enumerate(zip(one.tasks, one.arrive(), strict=True)):
             weight = next(weights) if task.settings.decays_gradient else None
             if now[task.parameter].decays_gradient == task.settings.decays_gradient:  # else `examine` refuses the step
                 task.settings = now[task.parameter]  # a scheduler may have changed the rate since gradients left
-            if grad is None:
-                updates.append(None)
-                continue
-            number = numbers[task.parameter]
-            work = partial(self._apply_rule, task, number, grad, scale, weight)
-            updates.append(self.attempt(number, work, partial(torch.zeros_like, grad)))
+            if grad is not None:
+                number = numbers[task.parameter]
+                work = self._apply_rule(task, number, grad, scale, weight)
+                runs[at] = RuleRun(number, task.plan.rule, work, grad)
         one.arrived = []
-        one.results = one.tasks[0].plan.owners.scatter(self.label, [task.plan.route for task in one.tasks], updates)
+        lent = [
+            Lent(at, numbers[task.parameter], task.plan, side)
+            for at, task in enumerate(one.tasks) if task.plan.second and len(due := self._due(task)) > 1
+            for side in due if side in task.plan.second
+        ]  # fmt: skip
+        updates = SecondOwners(self, lent, runs).work() if lent else {at: self.run(run) for at, run in runs.items()}
+        results = [updates.get(at) for at in range(len(one.tasks))]
+        one.results = one.tasks[0].plan.owners.scatter(self.label, [task.plan.route for task in one.tasks], results)
+
+    def _due(self, task: Task) -> Collection[str]:
+        """The sides whose factors are decomposed in this step, the same on every rank."""
+        return task.plan.due(int(self.state[task.parameter]["step"]) + 1, task.settings)
 
     def _apply_rule(
         self, task: Task, number: int, grad: Tensor, scale: float | Tensor, weight: Tensor | None
-    ) -> Tensor:
-        """The update of a matrix; the new state stays apart. What fails is noted, and nobody will apply it."""
+    ) -> Generator[State, State, Tensor]:
+        """The update of a matrix, by way of the factors that are due. What fails is noted: nobody will apply it.
+
+        The new state stays apart.
+        """
         grad = grad if isinstance(scale, float) and scale == 1 else grad * scale
-        fail, plan = partial(self._fail, number), task.plan
+        fail, plan = partial(self.fail, number), task.plan
         try:
             if (fine := self.verdict.are_finite([grad], fail)) is not False:  # a sum over ranks can overflow
                 grad = grad if fine is True else torch.where(fine, grad, 0.0)  # what is not finite has no eigenvalues
                 state = plan.state_of(self.state[task.parameter])
-                due = plan.due(int(state["step"]) + 1, task.settings)
                 weight = None if weight is None else weight.to(plan.wide).reshape(plan.matrix)
-                new, update = plan.rule.advance(state, grad.reshape(plan.matrix), weight, task.settings, due)
+                found = plan.rule.advance(state, grad.reshape(plan.matrix), weight, task.settings, self._due(task))
+                new, update = (yield from found) if isinstance(found, Generator) else found
                 task.new_state = plan.saved(new)
                 if self.verdict.are_finite([update], fail) is not False:
                     return update.to(plan.wide).reshape(plan.route.whole)
@@ -202,7 +215,12 @@ class MatrixEngine(OwnedPart):
             fail()
         return torch.zeros_like(grad)
 
-    def _fail(self, number: int) -> None:
+    def run(self, run: RuleRun) -> Tensor:
+        """The update of a matrix of which this rank does all the work."""
+        return self.attempt(run.number, partial(complete, run.work, run.rule), partial(torch.zeros_like, run.grad))
+
+    def fail(self, number: int) -> None:
+        """The step of a parameter cannot be made: nobody's is accepted."""
         self.failed = self.failed or 1 + number
 
     def _accept(self, one: TaskBucket, results: Held) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.optim.matrix.rule import (
     LARGEST,
+    Advancing,
     FactorSettings,
     Layout,
     Rule,
@@ -55,11 +56,11 @@ def _derive(state: State, due: Collection[str], zero: bool = False) -> None:
 
 def _advance(
     state: State, grad: Tensor, weight: Tensor | None, settings: FactorSettings, due: Collection[str]
-) -> tuple[State, Tensor]:
+) -> Advancing:
     """The state after a step and the update."""
     grad = within_range(grad, LARGEST[grad.dtype])
     new = _renew_factors(state, grad, settings)
-    _derive(new, due)
+    new |= yield {side: new[side] for side in due}
     now_l, now_r = ((state | new).get(f"Q_{side}") for side in "LR")
     from_l, from_r = (state[f"Q_{side}"].mT if side in due else None for side in "LR")
     to_l, to_r = (new[f"Q_{side}"] if side in due else None for side in "LR")

@@ -18,7 +18,8 @@ from weft.ops.embedding import RowTable
 from weft.optim.matrix.checkpoint import check_tensors, load_tensors, save_tensors
 from weft.optim.matrix.engine import MatrixEngine
 from weft.optim.matrix.placement import find_boxes, find_placements
-from weft.optim.matrix.plan import Piece, Placement, Plan, Planner, is_matrix
+from weft.optim.matrix.plan import Placement, Plan, is_matrix
+from weft.optim.matrix.planner import Piece, Planner
 from weft.optim.matrix.rule import Rule, Settings
 from weft.optim.step.compare import gather_verdict, join_faults
 from weft.optim.step.part import find_listed_twice, find_option_fault

@@ -1,9 +1,8 @@
-"""Which rule steps each matrix, which rank does that work, and in which steps factors are decomposed."""
+"""How a matrix lies on the ranks, which rule steps it, on which rank, and in which steps its factors are decomposed."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.optim.matrix.rule import ADAMW, FactorSettings, Layout, Rule, Settings, State
+from weft.optim.matrix.adamw import ADAMW
+from weft.optim.matrix.rule import FactorSettings, Layout, Rule, Settings, State
 from weft.optim.owners import Averaged, Owners, Place, Replicated, Role, Route, Sharded
 from weft.parallel.dtensor import is_dtensor, mesh_axes
 
 Box = tuple[tuple[int, int], ...]  # a part of a tensor: from where to where along each dimension
-EIGH = 25  # operations of a decomposition for each of the n^3 that a product has
-PRODUCTS = 7  # with both factors, that a step makes for each element and row or column
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Plan:
     what AdamW steps only over those where it is averaged. ``everywhere`` are all ranks it lies on, and ``home`` the one
     of them that a checkpoint's tensors come from. ``layout`` has the shape and dtype of each tensor of its state,
     ``kept`` of those that are made of them. ``suffix`` tells its state from that of the parameter's other matrices.
-    ``turns``: in which of ``root_every`` steps each factor is decomposed.
+    ``turns``: in which of ``root_every`` steps each factor is decomposed; ``second``: by whom, if not by the owner.
     """
 
     name: str
@@ -105,6 +103,7 @@ class Plan:
     kept: Layout
     suffix: str
     turns: Mapping[str, int]
+    second: Mapping[str, Place]
     replicated: bool  # over the tensor axis, as a plain tensor: its gradients must be the same there
     elements: int  # of the whole, the same on every rank
 
@@ -182,105 +181,3 @@ class Plan:
 def _unaveraged(roles: Sequence[Role]) -> tuple[Role, ...]:
     """The roles of what is the same on the ranks that average gradients."""
     return tuple(Replicated() if isinstance(role, Averaged) else role for role in roles)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one plan is made for: a matrix of a parameter, or a parameter that AdamW steps."""
-
-    name: str
-    parameter: Tensor
-    placement: Placement
-    view: tuple[int, ...]
-    suffix: str
-    matrix: bool
-    elements: int
-
-    def costs(self, settings: Settings) -> dict[str, float]:
-        """What the work costs, the same on every rank: decompositions by side, and under "" every step's."""
-        if not self.matrix:
-            return {"": self.elements}
-        rows, columns = self.placement.whole[-2:]
-        sides = settings.sides((rows, columns)) if isinstance(settings, FactorSettings) else []
-        return {"": PRODUCTS * rows * columns * (rows + columns), **{side: EIGH * dim**3 for side, dim in sides}}
-
-
-class Planner:
-    """Gives matrices to owners and decompositions to steps. Those on the same axes share their ranks' loads."""
-
-    def __init__(self, after: Planner | None = None) -> None:
-        """``after``: one whose turns are gone on with, as in a copy of an optimizer."""
-        self._owners: dict[tuple[int, ...], Owners] = {}
-        # By ``root_every``: what each step in turn decomposes.
-        self._turns: dict[int, list[float]] = (
-            {} if after is None else {every: list(loads) for every, loads in after._turns.items()}
-        )
-        self._loads: dict[Owners, dict[Place, dict[tuple[int, int] | None, float]]] = {}  # under None: of all steps
-
-    def over(self, axes: Sequence[Axis]) -> Owners:
-        """The ranks of some axes, one and the same object for the same axes."""
-        key = tuple(id(axis) for axis in axes)
-        if key not in self._owners:
-            self._owners[key] = owners = Owners(axes)
-            places = itertools.product(*(range(axis.size) for axis in axes))
-            self._loads[owners] = {place: defaultdict(float) for place in places}
-        return self._owners[key]
-
-    def plan(self, pieces: Sequence[Piece], rule: Rule, settings: Settings) -> list[Plan]:
-        """A plan for each piece; the costliest are given away first."""
-        costs = [piece.costs(settings) for piece in pieces]
-        turns = self._take_turns(costs, settings.root_every if isinstance(settings, FactorSettings) else 1)
-        plans: dict[int, Plan] = {}
-        for index in sorted(range(len(pieces)), key=lambda index: -sum(costs[index].values())):
-            plans[index] = self._plan(pieces[index], rule, settings, costs[index], turns[index])
-        return [plans[index] for index in range(len(pieces))]
-
-    def _take_turns(self, costs: Sequence[dict[str, float]], every: int) -> list[dict[str, int]]:
-        """In which of ``every`` steps each factor is decomposed: equal shares for all. Ranks do not matter."""
-        loads = self._turns.setdefault(every, [0.0] * every)
-        found: list[dict[str, int]] = [{side: 0 for side in cost if side} for cost in costs]
-        sides = [(cost[side], index, side) for index, cost in enumerate(costs) for side in cost if side]
-        for size, index, side in sorted(sides, key=lambda one: -one[0]):
-            found[index][side] = turn = min(range(every), key=loads.__getitem__)
-            loads[turn] += size
-        return found
-
-    def _plan(
-        self, piece: Piece, rule: Rule, settings: Settings, costs: dict[str, float], turns: dict[str, int]
-    ) -> Plan:
-        placement, parameter = piece.placement, piece.parameter
-        rule, whole = (rule, placement.whole) if piece.matrix else (ADAMW, placement.local)
-        chosen = [at for at, role in enumerate(placement.roles) if piece.matrix or isinstance(role, Averaged)]
-        owners = self.over([placement.axes[at] for at in chosen])
-        every = settings.root_every if isinstance(settings, FactorSettings) else 1
-        kinds = {side: (every, turns[side]) if side else (0, 0) for side in costs}
-        stays = placement.lies_whole_at() if len(placement.whole) > 2 else {}
-        owner = self._assign(owners, costs, kinds, {chosen.index(at): rank for at, rank in stays.items()})
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        route = Route(whole, tuple(placement.roles[at] for at in chosen), owner, wide, parameter.device)
-        places = dict(zip(chosen, owner, strict=True))
-        matrix = whole[-2:]
-        return Plan(
-            name=piece.name, rule=rule, placement=placement, view=piece.view, owners=owners, route=route,
-            everywhere=self.over(placement.axes),
-            home=tuple(places.get(at, 0) for at in range(len(placement.roles))),
-            layout=rule.layout(matrix, wide, settings), kept=rule.kept(matrix, wide, settings),
-            suffix=piece.suffix, turns=turns, elements=piece.elements,
-            replicated=not is_dtensor(parameter) and any(isinstance(role, Replicated) for role in placement.roles),
-        )  # fmt: skip
-
-    def _assign(
-        self, owners: Owners, costs: dict[str, float], kinds: dict[str, tuple[int, int]], stays: dict[int, int]
-    ) -> Place:
-        """The owner of the next piece: where it ``stays`` (matrices that lie whole on one rank), of those the one with
-        the least to do in the steps in which its factors are decomposed, of those the least loaded.
-        """  # fmt: skip
-        loads = self._loads[owners]
-        fit = [place for place in loads if all(place[at] == rank for at, rank in stays.items())]
-        place = min(fit, key=lambda place: (
-            sum(loads[place][kinds[side]] for side in costs if side), loads[place][None]
-        ))  # fmt: skip
-        for side, cost in costs.items():
-            for kind in (kinds[side], None):
-                loads[place][kind] += cost
-        return place

@@ -9,9 +9,9 @@ saves and loads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +21,13 @@ from weft.comm.device import runs_behind
 from weft.optim.step.compare import join_faults
 from weft.optim.step.part import find_kind_fault
 
+T = TypeVar("T")
 # A matrix of smaller entries, its sides shorter than 2^23, has products and squares that are finite.
 LARGEST = {torch.float32: 2.0**40, torch.float64: 2.0**488}
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a state: shape and dtype
 State = dict[str, Any]
+Advanced = tuple[State, Tensor]  # the state after a step, and the update
+Advancing = Generator[State, State, Advanced]  # gives the factors that are due, and takes what is made of them
 _SHRINK = {
     "decoupled": lambda lr, decay: 1 - lr * decay,
     "independent": lambda lr, decay: 1 - decay,
@@ -159,37 +162,57 @@ class Rule:
     step that made these. ``zero``: there has been no step, and all is zero.
 
     ``advance(state, grad, weight, settings, due)`` gives the state after a step and the update, both new: the step may
-    be dropped. The engine subtracts ``rate(shape, settings)`` times the update from the weight. On a device the host
-    must not wait: what depends on numbers there is chosen there. ``weight`` is given where the decay is part of the
-    gradient (l2); it does not enter factors. ``due``: the sides whose factors are decomposed in this step.
+    be dropped. One that decomposes is a generator: it yields the new factors that are due, by side, and is sent what
+    `derive` makes of them, since that may be another rank's work. The engine subtracts ``rate(shape, settings)`` times
+    the update from the weight. On a device the host must not wait: what depends on numbers there is chosen there.
+    ``weight`` is given where the decay is part of the gradient (l2); it does not enter factors. ``due``: the sides
+    whose factors are decomposed in this step.
     """
 
     layout: Callable[[tuple[int, ...], torch.dtype, Any], Layout]
-    advance: Callable[[State, Tensor, Tensor | None, Any, Collection[str]], tuple[State, Tensor]]
+    advance: Callable[[State, Tensor, Tensor | None, Any, Collection[str]], Advanced | Advancing]
     derive: Callable[..., None] = _derive_nothing
     kept: Callable[[tuple[int, ...], torch.dtype, Any], Layout] = _no_kept
     rate: Callable[[tuple[int, ...], Any], float] = lambda shape, settings: 1.0
 
+    def made_of(self, factors: State) -> State:
+        """What `derive` makes of factors, given by side."""
+        state = dict(factors)
+        self.derive(state, tuple(factors))
+        return {name: made for name, made in state.items() if name not in factors}
 
-def _adamw_layout(shape: tuple[int, ...], dtype: torch.dtype, settings: Settings) -> Layout:
-    return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
+    def advance_here(self, *args: Any) -> Advanced:
+        """`advance`, with all decompositions made here and now."""
+        found = self.advance(*args)
+        return complete(found, self) if isinstance(found, Generator) else found
 
 
-def _adamw_advance(
-    state: State, grad: Tensor, weight: Tensor | None, settings: Settings, due: Collection[str]
-) -> tuple[State, Tensor]:
-    """Only operators that round once: parts of a tensor then get the bits that the whole would get, on any ranks.
+@dataclass(frozen=True)
+class RuleRun:
+    """A rule at work on the gradient of the ``number``-th parameter.
 
-    (Fused kernels and those with two factors, as ``addcmul``, round the last elements of a tensor differently.)
+    ``work`` yields factors once at most, is sent what is made of them, and returns the update.
     """
-    limit = math.sqrt(torch.finfo(grad.dtype).max) / 16  # whose square still fits; torch's AdamW never moves again
-    grad = grad.clamp(-limit, limit)
-    decayed = grad if weight is None else grad + weight * settings.weight_decay
-    new, direction = adam_direction(state, decayed, state["exp_avg"], settings)
-    return new, direction.mul_(settings.lr)
+
+    number: int
+    rule: Rule
+    work: Generator[State, State, Tensor]
+    grad: Tensor
 
 
-ADAMW = Rule(_adamw_layout, _adamw_advance)  # of vectors, and of what is not a matrix
+def complete(work: Generator[State, State, T], rule: Rule) -> T:
+    """What ``work`` returns, with its factors decomposed here and now."""
+    try:
+        factors = next(work)
+        try:
+            made = rule.made_of(factors)
+        except EigenError as error:
+            work.throw(error)
+        else:
+            work.send(made)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a rule yields once")
 
 
 def adam_direction(state: State, grad: Tensor, first: Tensor, settings: Settings) -> tuple[State, Tensor]:

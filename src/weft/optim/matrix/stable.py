@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.device import runs_behind
-from weft.optim.matrix.rule import FactorSettings, Layout, Rule, State, decompose, is_zero
+from weft.optim.matrix.rule import Advancing, FactorSettings, Layout, Rule, State, decompose, is_zero
 
 FLOOR = 0.05  # of an eigenvalue to the mean
 
@@ -51,7 +51,7 @@ def _derive(state: State, due: Collection[str], zero: bool = False) -> None:
 
 def _advance(
     state: State, grad: Tensor, weight: Tensor | None, settings: FactorSettings, due: Collection[str]
-) -> tuple[State, Tensor]:
+) -> Advancing:
     """The state after a step and the update."""
     b1, b2 = settings.betas
     number = int(state["step"]) + 1
@@ -59,8 +59,8 @@ def _advance(
     roots = _Roots.of(state)
     second = b2 * state["second_moment"]
     size, unit = _unit(grad)
-    moved = size > 0
-    if grad.numel() and (runs_behind(grad.device) or moved):
+    moved, behind = size > 0, runs_behind(grad.device)
+    if grad.numel() and (behind or moved):
         left, right = roots.left(unit), roots.right(unit)
         second = second + (1 - b2) * (size * _unit(roots.right(left))[0]).square()
         keep = settings.keep_factor(number)
@@ -68,8 +68,8 @@ def _advance(
             if side in state:
                 renew = partial(torch.addmm, state[side], one, one.mT, beta=keep, alpha=(1 - keep) / one.shape[1])
                 new[side] = _if(moved, renew, state[side])
-        for side in due:
-            new[f"root_{side}"] = _if(moved, partial(_inverse_root, new[side]), state[f"root_{side}"])
+        for name, root in (yield {side: new[side] for side in due}).items():
+            new[name] = torch.where(moved, root, state[name]) if behind else root
         roots = _Roots.of(state | new).if_any_of(roots)
     decayed = grad if weight is None else grad + weight * settings.weight_decay
     new["exp_avg"] = state["exp_avg"] * b1 + decayed * (1 - b1)
