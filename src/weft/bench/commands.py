@@ -154,8 +154,8 @@ def bench_network(
 
 def bench_matrix(
     ranks: Ranks = None, json: Json = None, repeats: int | None = None, warm_steps: int | None = None,
-    widths: tuple[int, ...] | None = None, blocks: int | None = None, quality: bool = False, seeds: int | None = None,
-    steps: int | None = None, methods: tuple[str, ...] = (),
+    widths: tuple[int, ...] | None = None, blocks: int | None = None, h100_ranks: tuple[int, ...] | None = None,
+    quality: bool = False, seeds: int | None = None, steps: int | None = None, methods: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
     """One step of each matrix optimizer on transformer blocks, beside the replicated tensor-parallel REKLS.
 
@@ -164,7 +164,8 @@ def bench_matrix(
     stable (roots in turn, every tenth step) with "stable, every step", of data x tensor with two replicas that average
     gradients first. The columns with threads compare the time of the slowest rank with one process. Bytes (of the rank
     that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
-    is its share of the CPU time, "busiest" the busiest rank's eigh over the mean.
+    is its share of the CPU time, "busiest" the busiest rank's eigh over the mean. The last table is of H100s in virtual
+    time: a step beside the longer of its busiest rank's work and its busiest link. No order of the work takes less.
 
     With --quality instead: validation losses of AdamW and all others on two small tasks, and their conditioning.
 
@@ -173,24 +174,29 @@ def bench_matrix(
         warm_steps: Steps before the first sample (4 if left out): factors have their full rank only after a few.
         widths: h of a block (128 and 256 if left out): qkv [3h, h], projection [h, h], up [4h, h], down [h, 4h].
         blocks: How many blocks (2 if left out).
+        h100_ranks: Ranks of the tables in virtual time, one for each (8 if left out).
         quality: Train instead, one run on each rank at a time: the runs share nothing.
         seeds: With --quality: runs for each rate (5 if left out); the median counts.
         steps: With --quality: steps of a run (300 if left out).
         methods: Only those whose names begin so, for example stable.
     """
-    speed = {"repeats": repeats, "warm_steps": warm_steps, "widths": widths, "blocks": blocks}
+    speed = {
+        "repeats": repeats, "warm_steps": warm_steps, "widths": widths, "blocks": blocks, "h100_ranks": h100_ranks,
+    }  # fmt: skip
     training = {"seeds": seeds, "steps": steps}
     given, ignored = (training, speed) if quality else (speed, training)
     for name in [name for name, value in ignored.items() if value is not None]:
         word = "cannot be combined with" if quality else "needs"
         raise ValueError(f"--{name.replace('_', '-')} {word} --quality")
-    check_at_least(1, repeats=repeats, widths=widths, blocks=blocks, seeds=seeds, steps=steps)
+    check_at_least(1, repeats=repeats, widths=widths, blocks=blocks, h100_ranks=h100_ranks, seeds=seeds, steps=steps)
     check_at_least(0, warm_steps=warm_steps)
     from weft.bench.matrix import cases as matrix
     from weft.bench.matrix import quality as quality_of
     from weft.bench.ranks import run_on_ranks
 
-    defaults = {"repeats": 7, "warm_steps": 4, "widths": (128, 256), "blocks": 2, "seeds": 5, "steps": 300}
+    defaults = {
+        "repeats": 7, "warm_steps": 4, "widths": (128, 256), "blocks": 2, "h100_ranks": (8,), "seeds": 5, "steps": 300,
+    }  # fmt: skip
     options: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in given.items()}
     if quality:
         run_on_ranks("matrix --quality", ranks, json, options, quality_of.run, methods=methods, **options)

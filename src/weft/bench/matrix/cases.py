@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.bench.matrix.methods import OPTIMIZERS, begins_so
 from weft.bench.matrix.replicated import ReplicatedREKLS
+from weft.bench.matrix.virtual import simulate
 from weft.bench.ranks import Measured, RankPool, fill_table, highest_megabytes, ratio
 from weft.bench.report import Column, Layout, Report
 from weft.bench.timing import Case, Sample, measure_each, use_threads
@@ -201,9 +202,9 @@ METHODS: dict[str, Method] = {method.name: method for method in _methods()}
 
 def run(
     pool: RankPool, report: Report, repeats: int, warm_steps: int, widths: tuple[int, ...], blocks: int,
-    methods: tuple[str, ...],
+    h100_ranks: tuple[int, ...], methods: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Measure, adding the rows of a width as soon as it is done. Methods take turns; ranks without work wait."""
+    """Measure, adding the rows of a width as soon as it is done; then simulate. Ranks without work wait."""
     title = f"one step for {blocks} transformer blocks on up to {pool.size} ranks"
     report.tables["matrix"] = Layout(title, COLUMNS)
     names = [name for name in begins_so(METHODS, methods) if METHODS[name].ranks <= pool.size]
@@ -214,6 +215,8 @@ def run(
             sizes = {name: highest_megabytes(rank.get(name) for rank in state) for name in names}
             facts = {name: {"case": f"h {width}", "method": name, "state_megabytes": sizes[name]} for name in names}
             fill_table(report, "matrix", partial(pool.run, sample, names), repeats, advance, facts)
+    for count in h100_ranks if pool.reports else ():
+        simulate(report, count, methods)
 
 
 def _eigh(measured: Measured) -> list[list[float]]:

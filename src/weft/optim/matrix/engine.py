@@ -256,9 +256,10 @@ def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list
     """Indices of plans whose pieces travel together, in the order in which they are worked on.
 
     An owner gets about ``bucket_bytes`` of gradients in a bucket; None: `BUCKET_BYTES`, or if that is less than four
-    buckets, up to four of at least `SMALLEST_BYTES`. What does not travel comes first: it is worked on while the first
-    pieces are on their way. Nothing hides the first pieces' way to their owners and the last ones' way back, so each
-    owner's two smallest matrices go first and last.
+    buckets, up to four of at least `SMALLEST_BYTES`. All owners' buckets are filled to the same size, as the ranks of a
+    bucket wait for the one that has most. What does not travel comes first: it is worked on while the first pieces are
+    on their way. Nothing hides the first pieces' way to their owners and the last ones' way back, so the two smallest
+    buckets go first and last.
     """
     by_ranks: dict[int, list[int]] = {}
     for index, plan in enumerate(plans):
@@ -268,24 +269,30 @@ def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list
         if not plans[indices[0]].owners.axes:
             buckets.append(indices)
             continue
+        sizes = {index: plans[index].elements * plans[index].wide.itemsize for index in indices}
         of_owner: dict[Place, list[int]] = {}
-        for index in sorted(indices, key=lambda index: plans[index].elements):
+        for index in sorted(indices, key=lambda index: -sizes[index]):
             of_owner.setdefault(plans[index].route.owner, []).append(index)
-        most = max(sum(plans[at].elements * plans[at].wide.itemsize for at in some) for some in of_owner.values())
+        most = max(sum(sizes[at] for at in some) for some in of_owner.values())
         wanted = max(1, -(-most // (bucket_bytes or BUCKET_BYTES)))
         if bucket_bytes is None:
             wanted = max(wanted, min(4, most // SMALLEST_BYTES))
-        filled: list[list[int]] = [[] for _ in range(min(wanted, max(len(some) for some in of_owner.values())))]
-        for some in of_owner.values():
-            for index, bucket in zip(some, _bucket_of_each(len(some), len(filled)), strict=True):
-                filled[bucket].append(index)
+        filled = _fill(list(of_owner.values()), sizes, max(-(-most // wanted), *sizes.values()))
         buckets += [sorted(bucket) for bucket in filled]
     return buckets
 
 
-def _bucket_of_each(tasks: int, buckets: int) -> list[int]:
-    """The bucket of each of an owner's tasks, by size: the smallest first, the next one last, others between."""
-    ends = [0, buckets - 1][: min(tasks, buckets)]
-    between = max(1, buckets - 2)
-    rest = tasks - len(ends)
-    return ends + [min(buckets - 1, 1 + at * between // rest) for at in range(rest)]
+def _fill(of_owners: Sequence[Sequence[int]], sizes: dict[int, int], room: int) -> list[list[int]]:
+    """Buckets in which no owner has more than ``room``: the largest pieces first, each where there is still room."""
+    filled: list[list[int]] = []
+    for some in of_owners:
+        left: list[int] = []
+        for index in some:
+            at = next((at for at, free in enumerate(left) if free >= sizes[index]), len(left))
+            if at == len(left):
+                left.append(room)
+            left[at] -= sizes[index]
+            filled += [[]] * (at == len(filled))
+            filled[at] = [*filled[at], index]
+    first, *rest = sorted(filled, key=lambda bucket: sum(sizes[index] for index in bucket))
+    return [first, *rest[1:], *rest[:1]]
