@@ -388,8 +388,8 @@ def test_a_fixed_number_of_exchanges_for_any_number_of_matrices(
             assert [event.operation for event in events if event not in data] == told
             counts.append(len(data))
         assert counts == [2 * 4] * 2
-    # Few bytes: one bucket. An owner gets 8 matrices of 384 bytes: six buckets of 600 at most.
-    for smallest, largest, buckets in ((1 << 20, 8 << 20, 1), (48, 600, 6)):
+    # Few bytes: one bucket. An owner gets 8 matrices of 384 bytes: one in each bucket of 600 at most.
+    for smallest, largest, buckets in ((1 << 20, 8 << 20, 1), (48, 600, 8), (48, 800, 4)):
         monkeypatch.setattr(engine, "SMALLEST_BYTES", smallest)
         monkeypatch.setattr(engine, "BUCKET_BYTES", largest)
         events = virtual_world(2).run(lambda axis: many(axis, 16)).results[1]

@@ -282,15 +282,15 @@ def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list
     return buckets
 
 
-def _fill(of_owners: Sequence[Sequence[int]], sizes: dict[int, int], room: int) -> list[list[int]]:
-    """Buckets in which no owner has more than ``room``: the largest pieces first, each where there is still room."""
+def _fill(of_owners: Sequence[Sequence[int]], sizes: dict[int, int], limit: int) -> list[list[int]]:
+    """Buckets in which no owner has more than ``limit``: the largest pieces first, each where it still fits."""
     filled: list[list[int]] = []
     for some in of_owners:
         left: list[int] = []
         for index in some:
             at = next((at for at, free in enumerate(left) if free >= sizes[index]), len(left))
             if at == len(left):
-                left.append(room)
+                left.append(limit)
             left[at] -= sizes[index]
             filled += [[]] * (at == len(filled))
             filled[at] = [*filled[at], index]
