@@ -142,3 +142,45 @@ def _unit(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 STABLE = Rule(_layout, _advance, _derive, _kept)
+
+
+# A trial: once the dense steps are over, bases are followed by one orthogonal iteration in place of an eigendecomposition.
+
+
+def _followed(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse root and the basis after one iteration."""
+    turned = torch.linalg.qr(factor @ basis)[0]
+    values = (turned * (factor @ turned)).sum(0)
+    return (turned * (values / values.mean()).clamp_min(FLOOR).rsqrt()) @ turned.mT, turned
+
+
+def _followed_kept(shape: tuple[int, ...], dtype: torch.dtype, settings: FactorSettings) -> Layout:
+    return {f"{name}_{side}": ((dim, dim), dtype) for side, dim in settings.sides(shape) for name in ("root", "Q")}
+
+
+def _followed_derive(state: State, due: Collection[str], zero: bool = False) -> None:
+    for side in due:
+        values, vectors = decompose(state[side])
+        state[f"Q_{side}"] = torch.zeros_like(vectors) if zero else vectors
+        state[f"root_{side}"] = torch.zeros_like(state[side]) if zero else _inverse_root(state[side])
+
+
+def _followed_advance(
+    state: State, grad: Tensor, weight: Tensor | None, settings: FactorSettings, due: Collection[str]
+) -> Advancing:
+    work = _advance(state, grad, weight, settings, due)
+    try:
+        factors = next(work)
+        if int(state["step"]) < max(1, settings.dense_steps):
+            made = yield factors
+        else:
+            made = {}
+            for side, factor in factors.items():
+                made[f"root_{side}"], made[f"Q_{side}"] = _followed(factor, state[f"Q_{side}"])
+        work.send(made)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError
+
+
+FOLLOWED = Rule(_layout, _followed_advance, _followed_derive, _followed_kept)
