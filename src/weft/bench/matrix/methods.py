@@ -16,9 +16,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "exact": partial(REKLS, variant="exact"),
     "stable, every step": partial(REKLS, root_every=1),
     "stable": REKLS,
-    "followed": partial(REKLS, variant="followed"),
-    "stable, 5 dense": partial(REKLS, root_every=3, dense_steps=5),
-    "followed, 5 dense": partial(REKLS, variant="followed", root_every=3, dense_steps=5),
 }
 
 

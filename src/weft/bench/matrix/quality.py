@@ -33,7 +33,7 @@ RATES: dict[tuple[str, str], tuple[float, ...]] = {
     ("language model", "SOAP"): (0.001, 0.003, 0.006, 0.012),
     ("language model", "exact"): (0.001, 0.0025, 0.006, 0.015),
     **dict.fromkeys(
-        (("language model", name) for name in ("stable, every step", "stable", "followed")), (0.006, 0.012, 0.02, 0.03)
+        (("language model", name) for name in ("stable, every step", "stable")), (0.006, 0.012, 0.02, 0.03)
     ),
 }
 SHAPE, PERTURBED_STEPS, PERTURBATION = (64, 128), 20, 1e-6

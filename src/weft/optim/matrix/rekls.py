@@ -11,10 +11,10 @@ from weft.comm.arguments import find_choice_fault
 from weft.optim.matrix.exact import EXACT
 from weft.optim.matrix.optimizer import MatrixOptimizer
 from weft.optim.matrix.rule import FactorSettings, Rule, find_factor_fault
-from weft.optim.matrix.stable import FOLLOWED, STABLE
+from weft.optim.matrix.stable import STABLE
 
-VARIANTS: dict[str, Rule] = {"exact": EXACT, "stable": STABLE, "followed": FOLLOWED}
-ROOT_EVERY = {"exact": 1, "stable": 10, "followed": 10}  # where nothing is said
+VARIANTS: dict[str, Rule] = {"exact": EXACT, "stable": STABLE}
+ROOT_EVERY = {"exact": 1, "stable": 10}  # where nothing is said
 
 
 class _Settings(FactorSettings):
