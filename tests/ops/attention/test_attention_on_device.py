@@ -12,7 +12,7 @@ from torch import Tensor
 from worlds import simulated_device
 
 import weft
-from weft.ops.attention import on_device
+from weft.ops.attention import kernels, on_device
 
 SIZES = (5, 0, 4)  # tokens of each rank
 
@@ -59,6 +59,18 @@ def test_any_head_is_computed_without_host_synchronisation(dtype: torch.dtype, d
             assert mine.dtype == true.dtype
             error = (mine - true).abs().max().item() if true.numel() else 0.0
             assert error <= bound * (true.abs().max().item() if true.numel() else 1.0)
+
+
+@pytest.mark.usefixtures("sim")
+def test_heads_that_are_too_large_for_flash_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._log_large_heads.cache_clear()
+    q, other = torch.empty(1, 2, 3, 264, dtype=torch.bfloat16, device="sim"), torch.empty(1, 2, 3, 8, device="sim")
+    for _ in range(2):
+        assert not kernels.takes_flash(q, q, 1.0, 0.0, False)
+        assert not kernels.takes_flash(other, other, 1.0, 0.0, False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: vectors of 264 numbers are over the 256 of flash operators; products by tiles are slower"
+    ]
 
 
 def inputs(rank: int, tokens: int, dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:

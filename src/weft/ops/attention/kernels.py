@@ -23,6 +23,9 @@ neighbours. In bf16 its backward takes eleven times as long as in fp32.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -32,6 +35,7 @@ from weft.ops.attention import on_device, tiles
 from weft.ops.attention.flash_calls import FlashCall
 from weft.ops.attention.plan import Block
 
+logger = logging.getLogger(__name__)
 Triple = tuple[Tensor, Tensor, Tensor]
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -89,8 +93,19 @@ def takes_flash(q: Tensor, v: Tensor, scale: float, softcap: float, of_lse: bool
 
     Meta tensors in half precision stand for those of a device.
     """
-    fits = _one_size(q, v, of_lse) <= on_device.LARGEST_HEAD
-    return (q.is_meta or runs_behind(q.device)) and q.dtype in HALVES and _is_fused(scale, softcap) and fits
+    if not (q.is_meta or runs_behind(q.device)) or q.dtype not in HALVES or not _is_fused(scale, softcap):
+        return False
+    size = _one_size(q, v, of_lse)
+    if size > on_device.LARGEST_HEAD:
+        _log_large_heads(size)
+    return size <= on_device.LARGEST_HEAD
+
+
+@cache
+def _log_large_heads(size: int) -> None:
+    """Once: a user would not guess why it is slow."""
+    words = "attention: vectors of %d numbers are over the %d of flash operators; products by tiles are slower"
+    logger.warning(words, size, on_device.LARGEST_HEAD)
 
 
 def _is_fused(scale: float, softcap: float) -> bool:
