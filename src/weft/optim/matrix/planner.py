@@ -115,14 +115,12 @@ class Planner:
     def _assign(
         self, owners: Owners, costs: dict[str, float], kinds: dict[str, tuple[int, int]], stays: dict[int, int]
     ) -> Place:
-        """The owner of the next piece: where it ``stays`` (matrices that lie whole on one rank), of those the one with
-        the least to do in the steps in which its factors are decomposed, of those the least loaded.
-        """  # fmt: skip
+        """The owner of the next piece: where it ``stays`` (matrices that lie whole on one rank), else the
+        least loaded, in the steps in which its factors are decomposed and in those in which all are.
+        """
         loads = self._loads[owners]
         fit = [place for place in loads if all(place[at] == rank for at, rank in stays.items())]
-        place = min(fit, key=lambda place: (
-            sum(loads[place][kinds[side]] for side in costs if side), loads[place][None]
-        ))  # fmt: skip
+        place = min(fit, key=lambda at: loads[at][None] + sum(loads[at][kinds[side]] for side in costs if side))
         for side, cost in costs.items():
             for kind in (kinds[side], None):
                 loads[place][kind] += cost
