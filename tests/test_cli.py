@@ -231,7 +231,7 @@ def test_bench_matrix_compares_with_the_replicated_algorithm(
     rows = {row["method"]: row for row in json.loads(kept.read_text())["rows"]}
     assert len(rows) == 36 and all(name in shown for name in ("replicated, tensor 4", "exact, data 2 x tensor 2"))
     for name in OPTIMIZERS:  # in virtual time: 12 blocks of h = 768 on 8 H100s
-        assert 1 < rows[name]["to_bound"] < 1.065 and rows[name]["to_bound_in_order"] < 1.1, name
+        assert 1 < rows[name]["to_bound"] < 1.065 and rows[name]["to_bound_in_order"] < 1.12, name
     for ranks in (2, 4):
         replicated = rows[f"replicated, tensor {ranks}"]
         # All of every gradient's shards, and of both factors' rows, to each of the others.

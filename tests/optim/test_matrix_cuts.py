@@ -245,7 +245,7 @@ def test_the_default_is_stable_with_rare_roots() -> None:
     optimizer = optim.REKLS([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
     group = optimizer.param_groups[0]
     settings = optimizer.settings_kind.of(group)
-    assert (group["variant"], settings.root_every, settings.dense_steps) == ("stable", 10, 50)
+    assert (group["variant"], settings.root_every, settings.dense_steps) == ("stable", 5, 20)
     assert optimizer.settings_kind.of({**group, "variant": "exact"}).root_every == ROOT_EVERY["exact"] == 1
 
 

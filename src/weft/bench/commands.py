@@ -161,7 +161,7 @@ def bench_matrix(
 
     CPU time is summed over the ranks; "x less CPU" compares it, sample by sample: of exact and of "stable, every step"
     (roots made at every step) with the replicated algorithm on as many ranks (every rank gathers and computes all), of
-    stable (roots in turn, every tenth step) with "stable, every step", of data x tensor with two replicas that average
+    stable (roots in turn, every fifth step) with "stable, every step", of data x tensor with two replicas that average
     gradients first. The columns with threads compare the time of the slowest rank with one process. Bytes (of the rank
     that sends most) are counted by the ledger; state is that of the rank that keeps most, with bases and roots. "eigh"
     is its share of the CPU time, "busiest" the busiest rank's eigh over the mean. The last table is of H100s in virtual

@@ -14,7 +14,7 @@ from weft.optim.matrix.rule import FactorSettings, Rule, find_factor_fault
 from weft.optim.matrix.stable import STABLE
 
 VARIANTS: dict[str, Rule] = {"exact": EXACT, "stable": STABLE}
-ROOT_EVERY = {"exact": 1, "stable": 10}  # where nothing is said
+ROOT_EVERY = {"exact": 1, "stable": 5}  # where nothing is said
 
 
 class _Settings(FactorSettings):
@@ -46,7 +46,7 @@ class REKLS(MatrixOptimizer):
 
     ``variant``: "stable" is weft's own well-conditioned update, "exact" the published one (docs/matrix_optimizers.md);
     data- and context-parallel runs can follow a single process only with "stable". ``root_every``: at how many steps a
-    factor is decomposed (stable: 10, exact: 1, the published), the factors of all matrices in turn, and all of them at
+    factor is decomposed (stable: 5, exact: 1, the published), the factors of all matrices in turn, and all of them at
     the first ``dense_steps`` steps. A side over ``max_factor_dim`` is not factored. ``weight_decay_method``:
     "decoupled", "independent", "l2" or "palm"; ``cautious``: only elements decay that the update moves towards zero.
 
@@ -83,7 +83,7 @@ class REKLS(MatrixOptimizer):
         cautious: bool = False,
         variant: str = "stable",
         root_every: int | None = None,
-        dense_steps: int = 50,
+        dense_steps: int = 20,
         max_factor_dim: int = 8192,
         group: Any = None,
         data_group: Any = None,
