@@ -123,7 +123,7 @@ def train_layers(axis: weft.Axis, kind: str, rule: str) -> tuple[list[Tensor], s
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "rule", [rule if rule in ("exact", "Muon") else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES]
+    "rule", [rule if rule == "exact" else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES]
 )
 @pytest.mark.parametrize("kind", MESHES)
 def test_dtensors_of_every_placement(four: ProcessWorld, kind: str, rule: str) -> None:
@@ -157,7 +157,7 @@ def train_for_real(axis: weft.Axis, kind: str, rule: str) -> list[Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("rule", ["stable, rare", "stable"])
+@pytest.mark.parametrize("rule", ["stable, rare", pytest.param("stable", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ddp", "data group", "tensor", "fsdp"])
 def test_training_follows_one_process(four: ProcessWorld, two: ProcessWorld, kind: str, rule: str) -> None:
     world = two if kind == "tensor" else four  # torch's own forward wants even shards

@@ -83,7 +83,7 @@ KINDS = {
 @pytest.mark.usefixtures("every_network")
 @pytest.mark.parametrize("kind", ["rows", "overlapped"])
 @pytest.mark.parametrize("options", KINDS)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_resumed_run_has_the_bits_of_the_run_that_saved(
     kind: str, options: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
