@@ -222,8 +222,9 @@ def test_a_wrong_number_of_ranks_is_refused(call_main: Callable[..., int], capsy
 
 @pytest.mark.slow
 def test_bench_matrix_compares_with_the_replicated_algorithm(
-    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, call_main: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("weft.bench.matrix.virtual.STEPS", 5)
     kept = tmp_path / "rows.json"
     words = ["bench", "matrix", "--widths", "8", "--blocks", "1", "--repeats", "1", "--warm-steps", "1"]
     assert call_main(*words, "--json", str(kept)) == 0

@@ -49,8 +49,9 @@ COLUMNS = (
     Column("cpu_milliseconds", "CPU ms a step", "{:.1f}"),
     Column("run_seconds", "CPU s a run", "{:.1f}"),
     Column("cpu_to_adamw", "x AdamW", "{:.2f}"),
-    Column("shown", "medians by rate"),
+    Column("losses", None),
 )
+GRIDS = (Column("case", "task"), Column("method", "matrices by"), Column("shown", "medians by rate"))
 CONDITIONING = (
     Column("method", "method"),
     Column("even", "iid", "{:.0e}"),
@@ -79,7 +80,10 @@ class Outcome(NamedTuple):
 def run(pool: RankPool, report: Report, seeds: int, steps: int, methods: tuple[str, ...]) -> None:
     """Train, as many runs at a time as there are ranks, adding a row when a method is done with a task."""
     title = f"validation loss after {steps} steps, {seeds} seeds, each method at its best rate"
-    report.tables["quality"] = Layout(title, COLUMNS)
+    report.tables["quality"], report.tables["grids"] = (
+        Layout(title, COLUMNS),
+        Layout("the rates that were tried", GRIDS),
+    )
     title = (
         f"gradients of {SHAPE[0]} x {SHAPE[1]} changed by {PERTURBATION:g}: change of the weights over their "
         f"movement after {PERTURBED_STEPS} steps"
@@ -107,7 +111,9 @@ def run(pool: RankPool, report: Report, seeds: int, steps: int, methods: tuple[s
                     row = _row(task, method, steps, whole, of_adamw.get(task))
                     if method == "AdamW":
                         of_adamw[task] = row
+                    shown = row.pop("shown")
                     report.add("quality", row)
+                    report.add("grids", {"case": task, "method": method, "shown": shown})
 
 
 def _row(

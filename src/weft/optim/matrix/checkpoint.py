@@ -93,7 +93,8 @@ def load_tensors(label: str, plans: Plans, given: Sequence[Mapping[str, Any] | N
     _move(Owners.scatter, f"{label}.cut", items, _state_routes(items), held)
     for item, tensor in zip(items, held, strict=True):
         if item.plan.is_mine and tensor is not None:
-            states[item.at][item.key] = tensor
+            kept = item.name in item.plan.kept
+            states[item.at][item.key] = item.plan.rule.laid_out(item.name, tensor) if kept else tensor
     for some, values, state in zip(plans.values(), given, states, strict=True):
         for plan in some:
             if values is not None and plan.is_mine and not _has_kept(plan, values):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Self, TypeVar
 
 import torch
@@ -181,10 +182,24 @@ class Rule:
         self.derive(state, tuple(factors))
         return {name: made for name, made in state.items() if name not in factors}
 
+    def laid_out(self, name: str, tensor: Tensor) -> Tensor:
+        """What `derive` makes by this name, which comes from elsewhere, in the layout that it has here.
+
+        Decompositions leave bases in columns, and products have other bits otherwise.
+        """
+        return tensor.mT.contiguous().mT if name in _in_columns(self, name[-1]) else tensor
+
     def advance_here(self, *args: Any) -> Advanced:
         """`advance`, with all decompositions made here and now."""
         found = self.advance(*args)
         return complete(found, self) if isinstance(found, Generator) else found
+
+
+@cache
+def _in_columns(rule: Rule, side: str) -> frozenset[str]:
+    """The names of what a rule makes of a factor that lie in columns."""
+    made = rule.made_of({side: torch.eye(2)})
+    return frozenset(name for name, one in made.items() if one.ndim == 2 and one.stride(0) == 1)
 
 
 @dataclass(frozen=True)

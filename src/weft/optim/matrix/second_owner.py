@@ -8,7 +8,6 @@ comes back. The second owner keeps nothing: state, checkpoints and bits are thos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -150,17 +149,5 @@ class SecondOwners:
                 tensor = next(arrived)
                 if one.at in self._runs:
                     assert tensor is not None
-                    found.setdefault(one.at, {})[name] = _laid_out(one.plan.rule, one.side, name, tensor)
+                    found.setdefault(one.at, {})[name] = one.plan.rule.laid_out(name, tensor)
         return found
-
-
-def _laid_out(rule: Rule, side: str, name: str, tensor: Tensor) -> Tensor:
-    """In columns where decompositions leave it so: products have other bits otherwise."""
-    return tensor.mT.contiguous().mT if name in _in_columns(rule, side) else tensor
-
-
-@cache
-def _in_columns(rule: Rule, side: str) -> frozenset[str]:
-    """The names of what a rule makes of a factor that lie in columns."""
-    made = rule.made_of({side: torch.eye(2)})
-    return frozenset(name for name, one in made.items() if one.ndim == 2 and one.stride(0) == 1)
