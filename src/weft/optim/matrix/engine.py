@@ -284,7 +284,7 @@ def fill_buckets(plans: Sequence[Plan], bucket_bytes: int | None = None) -> list
 
 def _fill(of_owners: Sequence[Sequence[int]], sizes: dict[int, int], limit: int) -> list[list[int]]:
     """Buckets in which no owner has more than ``limit``: the largest pieces first, each where it still fits."""
-    filled: list[list[int]] = []
+    filled: dict[int, list[int]] = {}
     for some in of_owners:
         left: list[int] = []
         for index in some:
@@ -292,7 +292,6 @@ def _fill(of_owners: Sequence[Sequence[int]], sizes: dict[int, int], limit: int)
             if at == len(left):
                 left.append(limit)
             left[at] -= sizes[index]
-            filled += [[]] * (at == len(filled))
-            filled[at] = [*filled[at], index]
-    first, *rest = sorted(filled, key=lambda bucket: sum(sizes[index] for index in bucket))
+            filled.setdefault(at, []).append(index)
+    first, *rest = sorted(filled.values(), key=lambda bucket: sum(sizes[index] for index in bucket))
     return [first, *rest[1:], *rest[:1]]

@@ -1,8 +1,8 @@
 """Second owners: ranks that decompose one factor of a very large matrix while its owner decomposes the other.
 
-With fewer matrices than ranks the largest one is the least a step takes. Where both of its factors are due in the same
-steps (``root_every=1``, the first ``dense_steps``), R goes ``[n, n]`` to a rank with less to do, and what is made of it
-comes back. The second owner keeps nothing: state, checkpoints and bits are those without it.
+With fewer matrices than ranks the largest one is the least a step takes. Where both of its factors are always due in
+the same steps (``root_every=1``), R goes ``[n, n]`` to a rank with less to do, and what is made of it comes back. The
+second owner keeps nothing: state, checkpoints and bits are those without it.
 """
 
 from __future__ import annotations
